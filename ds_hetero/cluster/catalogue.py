@@ -33,27 +33,18 @@ class CatalogueEntry:
     """A device and what it comes with.
 
     Args:
-        device: its numbers.
-        link_name: what joins such devices inside a node.
-        link_bytes_per_s: of that link, one pair, one direction.
-        pcie_generation: of the card's connector; a slot may be older.
-        pcie_lanes: of the card's connector; a slot may be narrower.
-        platform: ``cuda``, ``rocm``, ``xpu``, ``hpu`` or ``cpu``: what PyTorch calls such devices.
-        ranks: devices that PyTorch sees of one card; ``device`` is one of them.
-        peer_to_peer: whether the driver lets such cards write into each other's memory; False of GeForce.
-        attention: rates of kernels that run there, the one that an installation would choose first.
         bf16_flops_per_s: the most it reaches in bf16 where it has none and computes in fp32; None where it has.
     """
 
-    device: DeviceSpec
-    link_name: str
-    link_bytes_per_s: float
-    pcie_generation: int
-    pcie_lanes: int
-    platform: str
-    ranks: int
-    peer_to_peer: bool
-    attention: Rates
+    device: DeviceSpec  # its numbers
+    link_name: str  # what joins such devices inside a node
+    link_bytes_per_s: float  # of that link, one pair, one direction
+    pcie_generation: int  # of the card's connector; a slot may be older
+    pcie_lanes: int  # of the card's connector; a slot may be narrower
+    platform: str  # ``cuda``, ``rocm``, ``xpu``, ``hpu`` or ``cpu``: what PyTorch calls such devices
+    ranks: int  # devices that PyTorch sees of one card; ``device`` is one of them
+    peer_to_peer: bool  # whether the driver lets such cards write into each other's memory; False of GeForce
+    attention: Rates  # rates of kernels that run there, the one that an installation would choose first
     bf16_flops_per_s: float | None
 
 

@@ -120,33 +120,21 @@ class CardRow(NamedTuple):
     """A card in people's units.
 
     Args:
-        name: of the catalogue.
-        tflops: peak, 10^12 operations per second.
-        gib: memory, GiB.
-        gb_per_s: bandwidth of the memory, GB/s.
-        link: what joins such cards inside a node.
-        link_gb_per_s: GB/s of that link per pair and direction.
-        pcie: generation and width of the card's own connector.
-        watts: power under load; None if not known.
-        kind: of cards that reach the same shares of their peaks.
-        source: where the numbers are printed.
-        platform: what PyTorch calls such devices.
-        ranks: devices that PyTorch sees of one card; the numbers are those of one device.
         fp32_tflops: peak in fp32 of a card without bf16, which is the most it reaches in bf16; None of all others.
     """
 
-    name: str
-    tflops: float
-    gib: float
-    gb_per_s: float
-    link: str
-    link_gb_per_s: float
-    pcie: tuple[int, int]
-    watts: float | None
-    kind: CardKind
-    source: str
-    platform: str = "cuda"
-    ranks: int = 1
+    name: str  # of the catalogue
+    tflops: float  # peak, 10^12 operations per second
+    gib: float  # memory, GiB
+    gb_per_s: float  # bandwidth of the memory, GB/s
+    link: str  # what joins such cards inside a node
+    link_gb_per_s: float  # GB/s of that link per pair and direction
+    pcie: tuple[int, int]  # generation and width of the card's own connector
+    watts: float | None  # power under load; None if not known
+    kind: CardKind  # of cards that reach the same shares of their peaks
+    source: str  # where the numbers are printed
+    platform: str = "cuda"  # what PyTorch calls such devices
+    ranks: int = 1  # devices that PyTorch sees of one card; the numbers are those of one device
     fp32_tflops: float | None = None
 
 

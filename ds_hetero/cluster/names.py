@@ -60,15 +60,10 @@ _NOISE = re.compile(r"(?<![a-z0-9])(hbm\d?e?|oam)(?![a-z0-9])")
 
 
 class Named(NamedTuple):
-    """A card that was found by its name.
+    """A card that was found by its name."""
 
-    Args:
-        name: of the catalogue.
-        others: of the same model, which the text would fit as well.
-    """
-
-    name: str
-    others: tuple[str, ...] = ()
+    name: str  # of the catalogue
+    others: tuple[str, ...] = ()  # of the same model, which the text would fit as well
 
 
 class _Words(NamedTuple):

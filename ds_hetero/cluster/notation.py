@@ -53,15 +53,10 @@ _NOT_RUN = {
 
 
 class Notation(NamedTuple):
-    """Meaning of a line of cards.
+    """Meaning of a line of cards."""
 
-    Args:
-        content: of a cluster file.
-        remarks: what was decided where the line left a choice, as sentences.
-    """
-
-    content: JsonDict
-    remarks: tuple[str, ...]
+    content: JsonDict  # of a cluster file
+    remarks: tuple[str, ...]  # what was decided where the line left a choice, as sentences
 
 
 class _Cards(NamedTuple):

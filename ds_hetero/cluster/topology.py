@@ -62,39 +62,27 @@ class DeviceSpec:
     """One accelerator.
 
     Args:
-        name: catalogue name such as ``H100-SXM-80GB``, or the user's.
         peak_flops_per_s: dense bf16 rate of the datasheet, without sparsity; HexiSeq's c_d (arXiv:2605.07569, table 1).
-        memory_bytes: device memory, m_d.
-        memory_bytes_per_s: bandwidth of that memory, b_d.
-        reserved_bytes: part of the memory that no tensor gets: the driver's context and communication buffers.
-        fragmentation: bytes that the allocator holds beside tensors, as a share of these.
-        attention_kernel: whose rates ``efficiency`` has; empty where they were measured.
         error: half of the range, as a share, in which a predicted step lies in 8 of 10 cases: of measurements of this
             card, or of cards like it; see ``measured``.
-        measured: training on this card was measured, by this project's table or by a profile.
-        source: where the numbers come from.
-        efficiency: achieved shares of the peaks.
-        watts: power under load; None if not known.
-        idle_watts: power while it waits; None for a quarter of ``watts``.
-        price_per_hour: money for one hour, in any one currency; None if not known.
         attention_s: measured seconds of causal attention on this device alone, ``(tokens, seconds)`` by ascending
             tokens, the table of the hetero-ring paper; empty if it was not measured.
     """
 
-    name: str
+    name: str  # catalogue name such as ``H100-SXM-80GB``, or the user's
     peak_flops_per_s: float
-    memory_bytes: int
-    memory_bytes_per_s: float
-    reserved_bytes: int = 0
-    fragmentation: float = 0.0
-    attention_kernel: str = ""
+    memory_bytes: int  # device memory, m_d
+    memory_bytes_per_s: float  # bandwidth of that memory, b_d
+    reserved_bytes: int = 0  # part of the memory that no tensor gets: the driver's context and communication buffers
+    fragmentation: float = 0.0  # bytes that the allocator holds beside tensors, as a share of these
+    attention_kernel: str = ""  # whose rates ``efficiency`` has; empty where they were measured
     error: float = 0.0
-    measured: bool = True
-    source: str = "given by the user"
-    efficiency: Efficiency = field(default_factory=Efficiency)
-    watts: float | None = None
-    idle_watts: float | None = None
-    price_per_hour: float | None = None
+    measured: bool = True  # training on this card was measured, by this project's table or by a profile
+    source: str = "given by the user"  # where the numbers come from
+    efficiency: Efficiency = field(default_factory=Efficiency)  # achieved shares of the peaks
+    watts: float | None = None  # power under load; None if not known
+    idle_watts: float | None = None  # power while it waits; None for a quarter of ``watts``
+    price_per_hour: float | None = None  # money for one hour, in any one currency; None if not known
     attention_s: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -115,23 +103,14 @@ class DeviceSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """A class of links: every pair of ranks that it joins sees the same latency and bandwidth.
+    """A class of links: every pair of ranks that it joins sees the same latency and bandwidth."""
 
-    Args:
-        name: for messages, such as ``inside h100`` or ``h100 - a100``.
-        latency_s: start-up time of a transfer, alpha of HexiSeq.
-        bytes_per_s: nominal bandwidth of one pair in one direction, B of HexiSeq.
-        p2p_efficiency: achieved share of ``bytes_per_s`` by point-to-point transfers (ring steps).
-        all_to_all_efficiency: achieved share by a ragged all-to-all.
-        all_to_all_latency_s: start-up time of an all-to-all, ``latency_s`` where it is not known.
-    """
-
-    name: str
-    latency_s: float
-    bytes_per_s: float
-    p2p_efficiency: float = 1.0
-    all_to_all_efficiency: float = 1.0
-    all_to_all_latency_s: float | None = None
+    name: str  # for messages, such as ``inside h100`` or ``h100 - a100``
+    latency_s: float  # start-up time of a transfer, alpha of HexiSeq
+    bytes_per_s: float  # nominal bandwidth of one pair in one direction, B of HexiSeq
+    p2p_efficiency: float = 1.0  # achieved share of ``bytes_per_s`` by point-to-point transfers (ring steps)
+    all_to_all_efficiency: float = 1.0  # achieved share by a ragged all-to-all
+    all_to_all_latency_s: float | None = None  # start-up time of an all-to-all, ``latency_s`` where it is not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,17 +135,11 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices by rank and links by pair of nodes.
+    """Devices by rank and links by pair of nodes."""
 
-    Args:
-        nodes: in rank order.
-        network: link between nodes for which ``links`` has no entry.
-        links: overrides, ``((lower node index, higher node index), link)``.
-    """
-
-    nodes: tuple[Node, ...]
-    network: Link
-    links: tuple[tuple[tuple[int, int], Link], ...] = ()
+    nodes: tuple[Node, ...]  # in rank order
+    network: Link  # link between nodes for which ``links`` has no entry
+    links: tuple[tuple[tuple[int, int], Link], ...] = ()  # overrides, ``((lower node index, higher node index), link)``
 
     @cached_property
     def devices(self) -> tuple[DeviceSpec, ...]:

@@ -30,19 +30,12 @@ def require(*packages: str, purpose: str) -> None:
 
 
 class Package(NamedTuple):
-    """A package that ds_hetero needs or can use.
+    """A package that ds_hetero needs or can use."""
 
-    Args:
-        name: of its distribution.
-        release: that is installed; None where none is.
-        tested: releases that this one of ds_hetero was tested with, such as ``>=2.9,<2.14``.
-        is_tested: the installed release is one of them.
-    """
-
-    name: str
-    release: str | None
-    tested: str
-    is_tested: bool
+    name: str  # of its distribution
+    release: str | None  # that is installed; None where none is
+    tested: str  # releases that this one of ds_hetero was tested with, such as ``>=2.9,<2.14``
+    is_tested: bool  # the installed release is one of them
 
 
 def installed_packages() -> list[Package]:

@@ -34,41 +34,27 @@ class Pass:
     """Forward or backward of one block, linear in tokens and rows; arrays are ``[D]``.
 
     Args:
-        name: ``"forward"`` or ``"backward"``.
         repeats: how often a block runs it; twice forward with activation checkpointing, whose backward begins with it.
-        token_s: outside attention, per token.
-        fixed_s: outside attention, whatever the tokens.
-        attention_s: per query row (token x head x sequence) and key, full attention.
-        host_s: least time of the pass, that of the host to launch it.
     """
 
-    name: str
+    name: str  # ``"forward"`` or ``"backward"``
     repeats: int
-    token_s: Floats
-    fixed_s: Floats
-    attention_s: Floats
-    host_s: Floats
+    token_s: Floats  # outside attention, per token
+    fixed_s: Floats  # outside attention, whatever the tokens
+    attention_s: Floats  # per query row (token x head x sequence) and key, full attention
+    host_s: Floats  # least time of the pass, that of the host to launch it
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Values of tokens and heads from which both passes compute the time of each rank.
+    """Values of tokens and heads from which both passes compute the time of each rank."""
 
-    Args:
-        grouping: the groups.
-        tokens_BD: tokens of every rank.
-        heads_BD: query heads of every rank.
-        kv_heads_BD: KV heads that these need.
-        length_BK: tokens of every group.
-        rows_BD: query rows of a rank: tokens of its group x its heads x sequences.
-    """
-
-    grouping: Grouping
-    tokens_BD: Floats
-    heads_BD: Ints
-    kv_heads_BD: Ints
-    length_BK: Floats
-    rows_BD: Floats
+    grouping: Grouping  # the groups
+    tokens_BD: Floats  # tokens of every rank
+    heads_BD: Ints  # query heads of every rank
+    kv_heads_BD: Ints  # KV heads that these need
+    length_BK: Floats  # tokens of every group
+    rows_BD: Floats  # query rows of a rank: tokens of its group x its heads x sequences
 
     def take(self, rows: Ints) -> Work:
         """The work of some assignments."""
@@ -84,19 +70,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class AssignedWork(Work):
-    """The work, and how long its bytes travel, ``[B, K]`` each.
+    """The work, and how long its bytes travel, ``[B, K]`` each."""
 
-    Args:
-        exchange_BK: both all-to-alls of one pass, in seconds.
-        latency_BK: start-up of a ring transfer into a group.
-        transfer_BK: its seconds per token and byte of a KV head.
-        shared_BK: its least seconds per byte of a KV head, where others use the same NIC or switch.
-    """
-
-    exchange_BK: Floats
-    latency_BK: Floats
-    transfer_BK: Floats
-    shared_BK: Floats
+    exchange_BK: Floats  # both all-to-alls of one pass, in seconds
+    latency_BK: Floats  # start-up of a ring transfer into a group
+    transfer_BK: Floats  # its seconds per token and byte of a KV head
+    shared_BK: Floats  # its least seconds per byte of a KV head, where others use the same NIC or switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +83,15 @@ class Compute:
     """Computing time of the groups, forward and backward (P).
 
     Args:
-        non_attention_PBK: time outside attention of the slowest rank.
         length_BK: tokens of every group.
         slope_PBK, fixed_PBK: time of attention per token of a block, and per block.
-        contiguous_causal: whether a group computes less of some blocks than of others.
     """
 
-    non_attention_PBK: Floats
+    non_attention_PBK: Floats  # time outside attention of the slowest rank
     length_BK: Floats
     slope_PBK: Floats
     fixed_PBK: Floats
-    contiguous_causal: bool
+    contiguous_causal: bool  # whether a group computes less of some blocks than of others
 
     def take(self, rows: Ints) -> Compute:
         """Of some assignments."""

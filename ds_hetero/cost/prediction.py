@@ -24,21 +24,13 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bottleneck:
-    """Bottleneck of the block time: the largest term, and the rank or the link behind it.
+    """Bottleneck of the block time: the largest term, and the rank or the link behind it."""
 
-    Args:
-        term: a field name of `Terms`.
-        cause: ``"compute"``, ``"memory bandwidth"``, ``"link"``, ``"ZeRO traffic"`` or ``"the host's launches"``.
-        rank: the slowest rank, or one end of the slowest link.
-        peer: the other end of the link; None where the cause is no link.
-        text: a sentence for people.
-    """
-
-    term: str
-    cause: str
-    rank: int
-    peer: int | None
-    text: str
+    term: str  # a field name of `Terms`
+    cause: str  # ``"compute"``, ``"memory bandwidth"``, ``"link"``, ``"ZeRO traffic"`` or ``"the host's launches"``
+    rank: int  # the slowest rank, or one end of the slowest link
+    peer: int | None  # the other end of the link; None where the cause is no link
+    text: str  # a sentence for people
 
     @classmethod
     def of_rank(cls, cluster: Cluster, term: str, cause: str, rank: int) -> Bottleneck:
@@ -64,37 +56,26 @@ class Prediction:
     """The time and the memory of one schedule under a cost model.
 
     Args:
-        cost_model: its name.
-        block_s: time of one transformer block, forward and backward.
-        iteration_s: time of an optimizer step.
-        tokens_per_s: tokens of an optimizer step over its time.
-        terms: the parts of ``block_s``.
-        memory_bytes: peak of every rank.
-        feasible: every rank fits into its memory.
-        reason: which rank does not fit and by how many GiB; None when every rank fits.
-        bottleneck: what decides ``block_s``.
         bound_s: block time if all work were spread over all devices in proportion to speed, with free communication.
-        busy_s: compute time of every rank in one block.
         error: half of the range, as a share of the time, in which it lies in 8 of 10 cases; of the card that is known
             least, see `DeviceSpec.error`.
-        confidence: whose rates of attention are meant, and of which cards there is no measurement.
         parts_s: finer times by name for ``--json`` and for calibration, such as ``forward_s`` or ``loss_s``.
     """
 
-    cost_model: str
-    block_s: float
-    iteration_s: float
-    tokens_per_s: float
-    terms: Terms
-    memory_bytes: tuple[int, ...]
-    feasible: bool
-    reason: str | None
-    bottleneck: Bottleneck
+    cost_model: str  # its name
+    block_s: float  # time of one transformer block, forward and backward
+    iteration_s: float  # time of an optimizer step
+    tokens_per_s: float  # tokens of an optimizer step over its time
+    terms: Terms  # the parts of ``block_s``
+    memory_bytes: tuple[int, ...]  # peak of every rank
+    feasible: bool  # every rank fits into its memory
+    reason: str | None  # which rank does not fit and by how many GiB; None when every rank fits
+    bottleneck: Bottleneck  # what decides ``block_s``
     bound_s: float
-    busy_s: tuple[float, ...]
+    busy_s: tuple[float, ...]  # compute time of every rank in one block
     parts_s: dict[str, float]
     error: float = 0.0
-    confidence: str = ""
+    confidence: str = ""  # whose rates of attention are meant, and of which cards there is no measurement
 
     @property
     def range_s(self) -> tuple[float, float]:
@@ -108,25 +89,15 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One bar of the timeline of a block.
+    """One bar of the timeline of a block."""
 
-    Args:
-        rank: whose bar it is.
-        stream: ``"compute"`` or ``"network"``.
-        kind: ``"non_attention"``, ``"all_to_all"``, ``"attention"`` or ``"ring"``.
-        phase: ``"forward"``, ``"recompute"``, ``"backward"``, or ``"both"`` where the cost model pools them.
-        step: ring step, 0 elsewhere.
-        start_s: seconds since the start of the block.
-        stop_s: likewise.
-    """
-
-    rank: int
-    stream: str
-    kind: str
-    phase: str
-    step: int
-    start_s: float
-    stop_s: float
+    rank: int  # whose bar it is
+    stream: str  # ``"compute"`` or ``"network"``
+    kind: str  # ``"non_attention"``, ``"all_to_all"``, ``"attention"`` or ``"ring"``
+    phase: str  # ``"forward"``, ``"recompute"``, ``"backward"``, or ``"both"`` where the cost model pools them
+    step: int  # ring step, 0 elsewhere
+    start_s: float  # seconds since the start of the block
+    stop_s: float  # likewise
 
     @classmethod
     def of(

@@ -30,21 +30,13 @@ TOO_LONG = 1e12  # value of a plan whose step takes longer than is acceptable
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Objective that the search makes small: linear in the step's time and in the time that devices compute.
+    """Objective that the search makes small: linear in the step's time and in the time that devices compute."""
 
-    Args:
-        name: one of `OBJECTIVES`.
-        constant: per second of the step, whichever devices work.
-        per_s: of each kind of device, per second of the step.
-        per_busy_s: of each kind of device, per second of computing.
-        at_most_s: longest step that is acceptable; None for any.
-    """
-
-    name: str
-    constant: float
-    per_s: tuple[float, ...]
-    per_busy_s: tuple[float, ...]
-    at_most_s: float | None = None
+    name: str  # one of `OBJECTIVES`
+    constant: float  # per second of the step, whichever devices work
+    per_s: tuple[float, ...]  # of each kind of device, per second of the step
+    per_busy_s: tuple[float, ...]  # of each kind of device, per second of computing
+    at_most_s: float | None = None  # longest step that is acceptable; None for any
 
     @classmethod
     def of(cls, name: str, kinds: Sequence[DeviceSpec], tokens: int, at_most_s: float | None = None) -> Objective:
@@ -106,27 +98,16 @@ _HOURS_PER_DAY = 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """Price of an optimizer step on all devices of a cluster.
+    """Price of an optimizer step on all devices of a cluster."""
 
-    Args:
-        step_s: time of a step.
-        tokens: of a step.
-        mfu: operations that the model needs, without those computed twice, over the peaks of all devices.
-        money: for a step, in the currency of the devices' prices; None where one of them is not known.
-        idle_money: the part of it for devices without work.
-        joules: for a step; None where the power of a device is not known.
-        num_devices: that are paid for.
-        num_idle: of them without work.
-    """
-
-    step_s: float
-    tokens: int
-    mfu: float
-    money: float | None
-    idle_money: float
-    joules: float | None
-    num_devices: int
-    num_idle: int
+    step_s: float  # time of a step
+    tokens: int  # of a step
+    mfu: float  # operations that the model needs, without those computed twice, over the peaks of all devices
+    money: float | None  # for a step, in the currency of the devices' prices; None where one of them is not known
+    idle_money: float  # the part of it for devices without work
+    joules: float | None  # for a step; None where the power of a device is not known
+    num_devices: int  # that are paid for
+    num_idle: int  # of them without work
 
     @property
     def per_million_tokens(self) -> float | None:

@@ -26,18 +26,14 @@ class Buffers:
     """Sizes of DeepSpeed's buffers in elements, by its keys in ``zero_optimization``; left out, its defaults.
 
     Args:
-        reduce_bucket: ``reduce_bucket_size``, gradients under way, which ZeRO 1 to 3 allocate whole.
-        prefetch_bucket: ``stage3_prefetch_bucket_size``, parameters that arrive while others are used.
-        live_parameters: ``stage3_max_live_parameters``, which stay gathered after they were used.
-        sub_group: ``sub_group_size``, parameters that ZeRO-3 steps at once.
         optimizer_bytes: that the optimizer's step makes per parameter; 0 for a fused one, as DeepSpeed's and the
             Trainer's are on GPUs, 8 for torch's AdamW one tensor at a time, its default on CPUs.
     """
 
-    reduce_bucket: int = 500_000_000
-    prefetch_bucket: int = 50_000_000
-    live_parameters: int = 1_000_000_000
-    sub_group: int = 1_000_000_000
+    reduce_bucket: int = 500_000_000  # ``reduce_bucket_size``, gradients under way, which ZeRO 1 to 3 allocate whole
+    prefetch_bucket: int = 50_000_000  # ``stage3_prefetch_bucket_size``, parameters that arrive while others are used
+    live_parameters: int = 1_000_000_000  # ``stage3_max_live_parameters``, which stay gathered after they were used
+    sub_group: int = 1_000_000_000  # ``sub_group_size``, parameters that ZeRO-3 steps at once
     optimizer_bytes: float = 0
 
 
@@ -46,64 +42,46 @@ class Workload:
     """Workload of a training: one replica's batch and how DeepSpeed trains it.
 
     Args:
-        seq_len: tokens of a sequence, over all ranks.
-        micro_batch: sequences per micro-batch, B.
-        micro_batches: micro-batches per iteration (gradient accumulation).
-        causal: causal attention; HexiSeq's published model counts full attention whatever this says.
-        zero_stage: 0 to 3.
-        zero_weights: share of the optimizer state per rank; None for equal shares.
         activation_checkpointing: keep only the input of every layer and compute the layer again in the backward.
-        offload_activations: what checkpointing keeps is in the host's memory; the copies are counted.
-        tiled_logits: compute the loss in tiles, so that logits of all tokens never exist at once.
         tiled_mlp: compute MLPs in tiles that the backward computes again, so that their inner activations exist of one.
         tile_tokens: tokens of a sequence in such tiles, as ``"tile_tokens"`` of the section; None for usual sizes.
         cut_vocabulary: ``"tensor"`` stages of pipelines cut embedding and head by vocabulary, as Megatron-LM does; this
             engine's hold them whole on every rank.
-        element_bytes: bytes of a parameter or an activation (P).
         gradient_bytes: bytes of gradient per trained parameter; per parameter, and less, where it is not known which
             are trained (``adapter_rank`` 0).
         optimizer_bytes: bytes of optimizer state, likewise; 12 are a master weight and two Adam moments in fp32.
-        adapter_rank: of adapters that are trained beside frozen weights; 0 where all weights are trained.
-        trains_embedding: embedding and head are trained beside the adapters.
-        quantization: of frozen weights, one of `ds_hetero.models.configs.QUANTIZATIONS`.
-        logit_bytes: of memory that the loss needs for a logit; None for what today's transformers do.
-        fused_kernels: Liger's: the loss in tiles, and MLPs that keep gate and up alone.
-        selective_checkpointing: in the place of whole layers, norms and activations are computed again.
-        offload_optimizer: the optimizer state is in the host's memory, and the host steps.
         offload_parameters: the parameters are in the host's memory, and come over the card's slot in every pass.
-        buffers: DeepSpeed's.
-        data_parallel: replicas that share the ZeRO partition with this one.
         zero_cluster: the devices of all these replicas, over whose links ZeRO communicates; None for this replica's.
 
     Raises:
         PlanError: a number that makes no sense; the message names the field and what would be accepted.
     """
 
-    seq_len: int
-    micro_batch: int = 1
-    micro_batches: int = 1
-    causal: bool = True
-    zero_stage: int = 3
-    zero_weights: tuple[float, ...] | None = None
+    seq_len: int  # tokens of a sequence, over all ranks
+    micro_batch: int = 1  # sequences per micro-batch, B
+    micro_batches: int = 1  # micro-batches per iteration (gradient accumulation)
+    causal: bool = True  # causal attention; HexiSeq's published model counts full attention whatever this says
+    zero_stage: int = 3  # 0 to 3
+    zero_weights: tuple[float, ...] | None = None  # share of the optimizer state per rank; None for equal shares
     activation_checkpointing: bool = True
-    tiled_logits: bool = True
+    tiled_logits: bool = True  # compute the loss in tiles, so that logits of all tokens never exist at once
     tiled_mlp: bool = False
     tile_tokens: int | None = None
     cut_vocabulary: bool = False
-    element_bytes: int = 2
+    element_bytes: int = 2  # bytes of a parameter or an activation (P)
     gradient_bytes: float = 2
     optimizer_bytes: float = 12
-    offload_activations: bool = False
-    offload_optimizer: bool = False
+    offload_activations: bool = False  # what checkpointing keeps is in the host's memory; the copies are counted
+    offload_optimizer: bool = False  # the optimizer state is in the host's memory, and the host steps
     offload_parameters: bool = False
-    adapter_rank: int = 0
-    trains_embedding: bool = False
-    quantization: str | None = None
-    logit_bytes: float | None = None
-    fused_kernels: bool = False
-    selective_checkpointing: bool = False
-    buffers: Buffers = Buffers()
-    data_parallel: int = 1
+    adapter_rank: int = 0  # of adapters that are trained beside frozen weights; 0 where all weights are trained
+    trains_embedding: bool = False  # embedding and head are trained beside the adapters
+    quantization: str | None = None  # of frozen weights, one of `ds_hetero.models.configs.QUANTIZATIONS`
+    logit_bytes: float | None = None  # of memory that the loss needs for a logit; None for what today's transformers do
+    fused_kernels: bool = False  # Liger's: the loss in tiles, and MLPs that keep gate and up alone
+    selective_checkpointing: bool = False  # in the place of whole layers, norms and activations are computed again
+    buffers: Buffers = Buffers()  # DeepSpeed's
+    data_parallel: int = 1  # replicas that share the ZeRO partition with this one
     zero_cluster: Cluster | None = None
 
     def __post_init__(self) -> None:

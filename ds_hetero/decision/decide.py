@@ -101,19 +101,12 @@ class Searcher:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Forecast of the cost model for one replica.
+    """Forecast of the cost model for one replica."""
 
-    Args:
-        schedule: in global ranks.
-        cost: the cost model of the replica's cluster, whose ranks begin at 0, bound to model and workload.
-        prediction: of the schedule.
-        planned: what the planner found, where the schedule was searched for.
-    """
-
-    schedule: Schedule
-    cost: CostModel
-    prediction: Prediction
-    planned: PlannedSchedule | None
+    schedule: Schedule  # in global ranks
+    cost: CostModel  # the cost model of the replica's cluster, whose ranks begin at 0, bound to model and workload
+    prediction: Prediction  # of the schedule
+    planned: PlannedSchedule | None  # what the planner found, where the schedule was searched for
 
     def iteration_s(self, schedule: Schedule, seq_len: int, micro_batch: int, micro_batches: int) -> float:
         """Predict the time of an optimizer step of other batches.
@@ -155,19 +148,16 @@ class JobStart:
     """Start of a job.
 
     Args:
-        facts: that all ranks have read alike.
-        plan: what every rank does.
         zero_weights: ZeRO shares of all ranks, where the section asks for ``"zero_partition": "memory"``.
         forecasts: on rank 0, one per replica; none where the devices are not known or no cost model describes the job.
-        no_forecast_reason: on rank 0, why there is no forecast although the devices are known.
         searched: on rank 0, what the search for pipelines has found; None where there was none.
     """
 
-    facts: JobFacts
-    plan: Plan
+    facts: JobFacts  # that all ranks have read alike
+    plan: Plan  # what every rank does
     zero_weights: tuple[float, ...] | None = None
     forecasts: tuple[Forecast, ...] = ()
-    no_forecast_reason: str | None = None
+    no_forecast_reason: str | None = None  # on rank 0, why there is no forecast although the devices are known
     searched: SearchedPipelines | None = None
 
     @property
@@ -261,19 +251,12 @@ def _described_cluster(section: HeterogeneitySection) -> Cluster | None:
 
 @dataclass(frozen=True)
 class _Job:
-    """The facts of a job, its size and its devices.
+    """The facts of a job, its size and its devices."""
 
-    Args:
-        facts: of the job.
-        world_size: ranks of the job.
-        cluster: of the job or of one replica; None where it is not known.
-        on_host: devices are CPUs.
-    """
-
-    facts: JobFacts
-    world_size: int
-    cluster: Cluster | None
-    on_host: bool
+    facts: JobFacts  # of the job
+    world_size: int  # ranks of the job
+    cluster: Cluster | None  # of the job or of one replica; None where it is not known
+    on_host: bool  # devices are CPUs
 
     def workload(self, num_replicas: int, weights: tuple[float, ...] | None = None) -> Workload:
         """The workload of one of ``num_replicas`` replicas.

@@ -21,7 +21,7 @@ from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.planned import PlannedPipelines
 from ds_hetero.values.plans import INNER, Plan
-from ds_hetero.values.plans.checks import SECTION_KEYS, SectionKey
+from ds_hetero.values.plans.section_keys import SECTION_KEYS, SectionKey
 from ds_hetero.values.section import SECTION, HeterogeneitySection
 
 _ADAM_BYTES = 3 * FP32_BYTES  # value and two moments of an owned element
@@ -32,11 +32,10 @@ class PipelineFacts:
     """Facts of a job whose pipelines are searched for.
 
     Args:
-        job: section, model and training.
         no_inners: why ranks cannot share the work of a stage of this model, by the way in which they cannot.
     """
 
-    job: JobFacts
+    job: JobFacts  # section, model and training
     no_inners: Mapping[str, str]
 
     @property
@@ -54,17 +53,11 @@ class PipelineFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedPipelines:
-    """Result of the search.
+    """Result of the search."""
 
-    Args:
-        plan: what every rank does.
-        planned: with the prediction, its rivals and its reasons.
-        facts: for which it was searched.
-    """
-
-    plan: Plan
-    planned: PlannedPipelines
-    facts: PipelineFacts
+    plan: Plan  # what every rank does
+    planned: PlannedPipelines  # with the prediction, its rivals and its reasons
+    facts: PipelineFacts  # for which it was searched
 
 
 def wants_search(section: HeterogeneitySection) -> bool:

@@ -15,44 +15,32 @@ from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.section import SECTION, HeterogeneitySection
 
+NO_MODEL = "no model was given."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
     """Facts of a model for the start of a job.
 
     Args:
-        name: the model's class, or its preset.
-        num_heads: query heads.
-        num_kv_heads: key/value heads.
-        spec: its shape, as cost models see it; None where none describes its layers.
-        no_spec_reason: why ``spec`` is None.
-        dtype: of its parameters, such as ``"float32"``.
-        element_bytes: of ``dtype``.
-        max_seq_len: tokens of the longest sequence that it is made for; None where it does not say.
-        trained_share: share of its parameters that are trained.
-        causal: whether its attention is causal.
-        checkpointing: whether the activations of every layer are checkpointed.
-        offloads_checkpoints: whether what is checkpointed is kept in the host's memory.
-        head_dim: width of a head, of the widest where layers differ; None where the model does not say.
         softcap: bound of its attention scores, see `ds_hetero.runtime.attention.kernels.Scores`; None for no bound.
-        is_split: whether it is switched to our attention; False for a module that every rank runs whole.
     """
 
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    spec: ModelSpec | None = None
-    no_spec_reason: str = ""
-    dtype: str = "bfloat16"
-    element_bytes: int = 2
-    max_seq_len: int | None = None
-    trained_share: float = 1.0
-    causal: bool = True
-    checkpointing: bool = False
-    offloads_checkpoints: bool = False
-    head_dim: int | None = None
+    name: str  # the model's class, or its preset
+    num_heads: int  # query heads
+    num_kv_heads: int  # key/value heads
+    spec: ModelSpec | None = None  # its shape, as cost models see it; None where none describes its layers
+    no_spec_reason: str = ""  # why ``spec`` is None
+    dtype: str = "bfloat16"  # of its parameters, such as ``"float32"``
+    element_bytes: int = 2  # of ``dtype``
+    max_seq_len: int | None = None  # tokens of the longest sequence that it is made for; None where it does not say
+    trained_share: float = 1.0  # share of its parameters that are trained
+    causal: bool = True  # whether its attention is causal
+    checkpointing: bool = False  # whether the activations of every layer are checkpointed
+    offloads_checkpoints: bool = False  # whether what is checkpointed is kept in the host's memory
+    head_dim: int | None = None  # width of a head, of the widest where layers differ; None where the model does not say
     softcap: float | None = None
-    is_split: bool = True
+    is_split: bool = True  # whether it is switched to our attention; False for a module that every rank runs whole
 
     def expect_spec(self, *, by_memory: bool = False) -> ModelSpec:
         """Return the shape.
@@ -81,30 +69,20 @@ class TrainingFacts:
     """Facts of the training from the configuration. A value that is left out or still ``"auto"`` has its default.
 
     Args:
-        zero_stage: 0 to 3.
-        train_batch_size: sequences of an optimizer step over all replicas, if given.
-        micro_batch_size: sequences of a micro-batch, if given.
-        accumulation_steps: micro-batches of an optimizer step, if given.
-        mixed_precision: data type in which layers are computed, if it is not the model's own.
-        accumulates_in_fp32: gradients are accumulated in fp32 whatever ``mixed_precision`` is.
-        offloads_optimizer: optimizer states are kept off the device.
-        offloads_parameters: parameters are kept off the device.
         sp_size: sequence-parallel size as it is written; `ds_hetero.decision.resolve.sp_size_of` checks it.
-        optimizer: name of the optimizer, empty if the script makes it.
-        buffers: DeepSpeed's.
     """
 
-    zero_stage: int = 0
-    train_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    accumulation_steps: int | None = None
-    mixed_precision: str | None = None
-    accumulates_in_fp32: bool = False
-    offloads_optimizer: bool = False
-    offloads_parameters: bool = False
+    zero_stage: int = 0  # 0 to 3
+    train_batch_size: int | None = None  # sequences of an optimizer step over all replicas, if given
+    micro_batch_size: int | None = None  # sequences of a micro-batch, if given
+    accumulation_steps: int | None = None  # micro-batches of an optimizer step, if given
+    mixed_precision: str | None = None  # data type in which layers are computed, if it is not the model's own
+    accumulates_in_fp32: bool = False  # gradients are accumulated in fp32 whatever ``mixed_precision`` is
+    offloads_optimizer: bool = False  # optimizer states are kept off the device
+    offloads_parameters: bool = False  # parameters are kept off the device
     sp_size: int | None = None
-    optimizer: str = ""
-    buffers: Buffers = field(default_factory=Buffers)
+    optimizer: str = ""  # name of the optimizer, empty if the script makes it
+    buffers: Buffers = field(default_factory=Buffers)  # DeepSpeed's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +90,12 @@ class JobFacts:
     """Everything that is read before a job starts; every rank reads its own, and they must agree.
 
     Args:
-        section: the "heterogeneity" section.
-        model: what is trained.
-        training: how it is trained.
         sp_sizes: sequence-parallel sizes by the name under which the user knows their source.
     """
 
-    section: HeterogeneitySection
-    model: ModelFacts
-    training: TrainingFacts
+    section: HeterogeneitySection  # the "heterogeneity" section
+    model: ModelFacts  # what is trained
+    training: TrainingFacts  # how it is trained
     sp_sizes: Mapping[str, int | None] = field(default_factory=dict)
 
     @property

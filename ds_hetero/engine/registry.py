@@ -42,7 +42,7 @@ from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.placement import Placer
 from ds_hetero.values.plans import Plan
-from ds_hetero.values.plans.checks import SECTION_KEYS
+from ds_hetero.values.plans.section_keys import SECTION_KEYS
 from ds_hetero.values.section import SECTION
 
 T = TypeVar("T")

@@ -111,21 +111,13 @@ def pipeline_layouts(
 
 
 class _HeldPart(NamedTuple):
-    """Part of a parameter on one rank.
+    """Part of a parameter on one rank."""
 
-    Args:
-        shape: of the whole parameter.
-        dim: the dimension that is cut; None where the rank holds all of it.
-        place: of the rank's shard among the shards.
-        size: of the rank's shard, in units of ``dim``.
-        is_partial: gradients of copies are parts of a sum.
-    """
-
-    shape: tuple[int, ...]
-    dim: int | None = None
-    place: int = 0
-    size: int = 0
-    is_partial: bool = False
+    shape: tuple[int, ...]  # of the whole parameter
+    dim: int | None = None  # the dimension that is cut; None where the rank holds all of it
+    place: int = 0  # of the rank's shard among the shards
+    size: int = 0  # of the rank's shard, in units of ``dim``
+    is_partial: bool = False  # gradients of copies are parts of a sum
 
 
 def _held_part(name: str, parameter: nn.Parameter) -> _HeldPart:

@@ -35,15 +35,10 @@ from ds_hetero.sharding.gradient_chunks import Box, Bucket, Chunk, Cut, Paramete
 
 
 class BucketDtypes(NamedTuple):
-    """Dtypes of the elements of a bucket.
+    """Dtypes of the elements of a bucket."""
 
-    Args:
-        wire: while they travel.
-        kept: what their owner keeps and adds them up in.
-    """
-
-    wire: torch.dtype
-    kept: torch.dtype
+    wire: torch.dtype  # while they travel
+    kept: torch.dtype  # what their owner keeps and adds them up in
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,12 +290,11 @@ class Quantization(NamedTuple):
     """Frozen weights in few bits.
 
     Args:
-        weight_bytes: of a parameter, with its share of the constants of its block.
         moved_bytes: bytes of memory traffic that its restoration costs in every pass, at the rate of elementwise work;
             fitted to measured steps (`benchmarks.real_cards`), since kernels that unpack bits do not reach that rate.
     """
 
-    weight_bytes: float
+    weight_bytes: float  # of a parameter, with its share of the constants of its block
     moved_bytes: float
 
 
@@ -306,15 +305,10 @@ QUANTIZATIONS = {
 
 
 class Training(NamedTuple):
-    """Weights that are trained.
+    """Weights that are trained."""
 
-    Args:
-        adapter_rank: of adapters beside frozen weights; 0 where all weights are trained.
-        quantization: of the frozen weights, one of `QUANTIZATIONS`; None for the data type of training.
-    """
-
-    adapter_rank: int = 0
-    quantization: str | None = None
+    adapter_rank: int = 0  # of adapters beside frozen weights; 0 where all weights are trained
+    quantization: str | None = None  # of the frozen weights, one of `QUANTIZATIONS`; None for the data type of training
 
 
 _TEXT = re.compile(r"(full|lora|qlora)(?::(\d{1,6}))?")

@@ -23,31 +23,18 @@ _ATTENTION_EVERY = 4  # of Qwen3-Next and Qwen3.5, where the configuration does 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrentLayers:
-    """The layers of a model that carry a state, all alike.
+    """The layers of a model that carry a state, all alike."""
 
-    Args:
-        num_layers: how many layers of the model hold such a one.
-        num_attention_layers: how many hold full attention.
-        num_model_layers: all layers; one may hold both.
-        delta_rule: they compute the gated delta rule; else they are Mamba-2.
-        num_heads: N, heads of the scan.
-        num_key_heads: K, which divides N: heads of keys and queries, groups of Mamba-2.
-        key_dim: D.
-        head_dim: P.
-        conv_size: tokens that the short convolution sees.
-        chunk: tokens that the scan computes at once.
-    """
-
-    num_layers: int
-    num_attention_layers: int
-    num_model_layers: int
-    delta_rule: bool
-    num_heads: int
-    num_key_heads: int
-    key_dim: int
-    head_dim: int
-    conv_size: int
-    chunk: int
+    num_layers: int  # how many layers of the model hold such a one
+    num_attention_layers: int  # how many hold full attention
+    num_model_layers: int  # all layers; one may hold both
+    delta_rule: bool  # they compute the gated delta rule; else they are Mamba-2
+    num_heads: int  # N, heads of the scan
+    num_key_heads: int  # K, which divides N: heads of keys and queries, groups of Mamba-2
+    key_dim: int  # D
+    head_dim: int  # P
+    conv_size: int  # tokens that the short convolution sees
+    chunk: int  # tokens that the scan computes at once
 
     @property
     def inner_size(self) -> int:
@@ -215,37 +202,23 @@ class ModelSpec:
     """A decoder-only transformer.
 
     Args:
-        name: for people.
-        num_layers: decoder layers, all alike.
-        hidden_size: width of the residual stream.
-        num_heads: query heads.
-        num_kv_heads: key/value heads; divides ``num_heads``.
-        head_dim: width of one head.
-        mlp_size: width of the MLP (of one expert, where there are experts).
-        vocab_size: rows of the embedding.
-        gated_mlp: three MLP matrices (SwiGLU) instead of two.
-        tied_embeddings: embedding and head are one matrix.
-        num_experts: experts per layer, 0 for a dense MLP.
-        experts_per_token: how many of them each token uses.
-        shared_mlp_size: width of an MLP that every token passes beside the experts, 0 for none.
-        gated_attention: attention has a gate of its output's width.
         recurrent: layers that carry a state, in the place of attention or beside it; None where there are none.
     """
 
-    name: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_size: int
-    vocab_size: int
-    gated_mlp: bool = False
-    tied_embeddings: bool = False
-    num_experts: int = 0
-    experts_per_token: int = 0
-    shared_mlp_size: int = 0
-    gated_attention: bool = False
+    name: str  # for people
+    num_layers: int  # decoder layers, all alike
+    hidden_size: int  # width of the residual stream
+    num_heads: int  # query heads
+    num_kv_heads: int  # key/value heads; divides ``num_heads``
+    head_dim: int  # width of one head
+    mlp_size: int  # width of the MLP (of one expert, where there are experts)
+    vocab_size: int  # rows of the embedding
+    gated_mlp: bool = False  # three MLP matrices (SwiGLU) instead of two
+    tied_embeddings: bool = False  # embedding and head are one matrix
+    num_experts: int = 0  # experts per layer, 0 for a dense MLP
+    experts_per_token: int = 0  # how many of them each token uses
+    shared_mlp_size: int = 0  # width of an MLP that every token passes beside the experts, 0 for none
+    gated_attention: bool = False  # attention has a gate of its output's width
     recurrent: RecurrentLayers | None = None
 
     @property
@@ -314,19 +287,12 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSlice:
-    """Consecutive layers of a model, and what of its ends comes with them.
+    """Consecutive layers of a model, and what of its ends comes with them."""
 
-    Args:
-        model: the whole.
-        layers: decoder layers.
-        has_embedding: the slice begins with the first layer, so it holds the embedding.
-        has_head: the slice ends with the last layer, so it holds the last norm and the head.
-    """
-
-    model: ModelSpec
-    layers: int
-    has_embedding: bool
-    has_head: bool
+    model: ModelSpec  # the whole
+    layers: int  # decoder layers
+    has_embedding: bool  # the slice begins with the first layer, so it holds the embedding
+    has_head: bool  # the slice ends with the last layer, so it holds the last norm and the head
 
     @classmethod
     def of(cls, model: ModelSpec, start: int, stop: int) -> ModelSlice:

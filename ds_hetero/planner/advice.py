@@ -33,15 +33,10 @@ _MOST_NODES = 64  # each of which is left out, or kept, alone
 
 @dataclass(frozen=True, kw_only=True)
 class FewerRanks:
-    """A job without some ranks that is faster than the one of all.
+    """A job without some ranks that is faster than the one of all."""
 
-    Args:
-        left_out: these ranks.
-        planned: the schedule of the others, which are numbered from 0 in their order.
-    """
-
-    left_out: tuple[int, ...]
-    planned: PlannedSchedule
+    left_out: tuple[int, ...]  # these ranks
+    planned: PlannedSchedule  # the schedule of the others, which are numbered from 0 in their order
 
     def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
@@ -54,15 +49,10 @@ class FewerRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class OtherStage:
-    """A ZeRO stage under which the same schedule is faster, and fits.
+    """A ZeRO stage under which the same schedule is faster, and fits."""
 
-    Args:
-        stage: of ZeRO.
-        iteration_s: time of an optimizer step.
-    """
-
-    stage: int
-    iteration_s: float
+    stage: int  # of ZeRO
+    iteration_s: float  # time of an optimizer step
 
     def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""

@@ -34,13 +34,11 @@ class Exact:
 
     Args:
         best: the optimum; None when nothing is better than the upper bound, or nothing fits into memory.
-        combinations: size of the space, ring orders not counted.
-        evaluated: calls of the cost model that the bound did not save, ring orders counted.
     """
 
     best: Assignment | None
-    combinations: int
-    evaluated: int
+    combinations: int  # size of the space, ring orders not counted
+    evaluated: int  # calls of the cost model that the bound did not save, ring orders counted
 
 
 def solve_exact(problem: Problem, *, upper_bound_s: float = np.inf) -> Exact:

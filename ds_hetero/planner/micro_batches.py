@@ -33,19 +33,14 @@ class ReplicasPlan:
     """Schedules and batches of all replicas.
 
     Args:
-        plans: the planned schedule of every replica; its ranks begin at 0.
-        schedules: the same schedules in ranks of the job, where the replicas follow one another.
-        split: the batches of all replicas.
-        step_s: predicted time of an optimizer step.
-        busy_s: the part of ``step_s`` that every replica spends on its own micro-batches.
         even_s: ``step_s`` with the same micro-batches on every replica; None if the global batch cannot be cut so.
     """
 
-    plans: tuple[PlannedSchedule, ...]
-    schedules: tuple[Schedule, ...]
-    split: BatchSplit
-    step_s: float
-    busy_s: tuple[float, ...]
+    plans: tuple[PlannedSchedule, ...]  # the planned schedule of every replica; its ranks begin at 0
+    schedules: tuple[Schedule, ...]  # the same schedules in ranks of the job, where the replicas follow one another
+    split: BatchSplit  # the batches of all replicas
+    step_s: float  # predicted time of an optimizer step
+    busy_s: tuple[float, ...]  # the part of ``step_s`` that every replica spends on its own micro-batches
     even_s: float | None
 
 

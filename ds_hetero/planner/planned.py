@@ -29,17 +29,11 @@ SIMPLER = 1e-6  # a baseline whose time is this close to the best of the search 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCandidate:
-    """A schedule and its prediction.
+    """A schedule and its prediction."""
 
-    Args:
-        name: what it is, for people.
-        schedule: ranks as in the cluster.
-        prediction: of the schedule under the planner's cost model.
-    """
-
-    name: str
-    schedule: Schedule
-    prediction: Prediction
+    name: str  # what it is, for people
+    schedule: Schedule  # ranks as in the cluster
+    prediction: Prediction  # of the schedule under the planner's cost model
 
     @property
     def kind(self) -> str:
@@ -49,15 +43,10 @@ class ScheduleCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Baselines:
-    """Ulysses, Ring and all USP meshes under one cost model.
+    """Ulysses, Ring and all USP meshes under one cost model."""
 
-    Args:
-        candidates: those that exist, whether they fit into memory or not.
-        missing: the reason for each of `COMPARED` that does not exist.
-    """
-
-    candidates: tuple[ScheduleCandidate, ...]
-    missing: dict[str, str]
+    candidates: tuple[ScheduleCandidate, ...]  # those that exist, whether they fit into memory or not
+    missing: dict[str, str]  # the reason for each of `COMPARED` that does not exist
 
     @classmethod
     def under(cls, cost: CostModel) -> Baselines:
@@ -101,17 +90,11 @@ def fastest(searched: Sequence[ScheduleCandidate], baselines: Sequence[ScheduleC
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """A candidate that was not chosen, and why.
+    """A candidate that was not chosen, and why."""
 
-    Args:
-        name: what it is, for people.
-        prediction: None where no such schedule exists.
-        reason: one sentence.
-    """
-
-    name: str
-    prediction: Prediction | None
-    reason: str
+    name: str  # what it is, for people
+    prediction: Prediction | None  # None where no such schedule exists
+    reason: str  # one sentence
 
     def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
@@ -120,21 +103,13 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rival:
-    """A plan that another planner would have made, under the same cost model.
+    """A plan that another planner would have made, under the same cost model."""
 
-    Args:
-        name: what it is.
-        step_s: its step; None if there is none.
-        value: what the objective says of it; None if there is none.
-        reason: why there is none.
-        plan: itself, where it is kept.
-    """
-
-    name: str
-    step_s: float | None = None
-    value: float | None = None
-    reason: str | None = None
-    plan: Plan | None = None
+    name: str  # what it is
+    step_s: float | None = None  # its step; None if there is none
+    value: float | None = None  # what the objective says of it; None if there is none
+    reason: str | None = None  # why there is none
+    plan: Plan | None = None  # itself, where it is kept
 
     def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
@@ -143,23 +118,14 @@ class Rival:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned(ABC):
-    """A plan as a search hands it out.
+    """A plan as a search hands it out."""
 
-    Args:
-        plan: what a job runs.
-        search_s: time the search took.
-        step_s: predicted time of an optimizer step.
-        tokens: of a step.
-        idle_ranks: without work.
-        planner: the published planner whose plan it is; None for ours.
-    """
-
-    plan: Plan
-    search_s: float
-    step_s: float
-    tokens: int
-    idle_ranks: tuple[int, ...]
-    planner: str | None = None
+    plan: Plan  # what a job runs
+    search_s: float  # time the search took
+    step_s: float  # predicted time of an optimizer step
+    tokens: int  # of a step
+    idle_ranks: tuple[int, ...]  # without work
+    planner: str | None = None  # the published planner whose plan it is; None for ours
 
     @abstractmethod
     def to_dict(self) -> JsonDict:
@@ -185,20 +151,15 @@ class PlannedSchedule(Planned):
     """The chosen schedule of one replica, how long it takes, and how that compares.
 
     Args:
-        prediction: of the schedule, with its bottleneck and the bound of perfect balance.
-        name: what the schedule is, for people.
         baselines: the best legal schedule of ``ulysses``, ``ring`` and ``usp``; None where infeasible.
-        baseline_names: which one that is, such as ``usp 2x8``.
-        baseline_reasons: why, for those that are None.
-        rejected: other candidates with reasons.
     """
 
-    prediction: Prediction
-    name: str
+    prediction: Prediction  # of the schedule, with its bottleneck and the bound of perfect balance
+    name: str  # what the schedule is, for people
     baselines: dict[str, Prediction | None]
-    baseline_names: dict[str, str]
-    baseline_reasons: dict[str, str]
-    rejected: tuple[Rejected, ...]
+    baseline_names: dict[str, str]  # which one that is, such as ``usp 2x8``
+    baseline_reasons: dict[str, str]  # why, for those that are None
+    rejected: tuple[Rejected, ...]  # other candidates with reasons
 
     @property
     def busy(self) -> dict[int, float]:
@@ -258,29 +219,17 @@ def busy_ranks(plan: Plan, candidate: PlanCandidate, step_s: float) -> dict[int,
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPipelines(Planned):
-    """Pipelines of unequal stages, what judged them, and how they compare.
+    """Pipelines of unequal stages, what judged them, and how they compare."""
 
-    Args:
-        costs: the cost model that judged it.
-        finished: the plan as the search sees it; None where pure sequence parallelism won.
-        objective: what was made small.
-        value: of the plan under it.
-        global_batch: samples per step.
-        num_evaluated: plans looked at.
-        interrupted: the search was stopped by the user.
-        rivals: by name, such as the best uniform grid.
-        reasons: sentences that say why the plan looks like this.
-    """
-
-    costs: StageCosts
-    finished: Finished | None
-    objective: Objective
-    value: float
-    global_batch: int
-    num_evaluated: int
-    interrupted: bool
-    rivals: dict[str, Rival]
-    reasons: tuple[str, ...]
+    costs: StageCosts  # the cost model that judged it
+    finished: Finished | None  # the plan as the search sees it; None where pure sequence parallelism won
+    objective: Objective  # what was made small
+    value: float  # of the plan under it
+    global_batch: int  # samples per step
+    num_evaluated: int  # plans looked at
+    interrupted: bool  # the search was stopped by the user
+    rivals: dict[str, Rival]  # by name, such as the best uniform grid
+    reasons: tuple[str, ...]  # sentences that say why the plan looks like this
 
     @property
     def busy(self) -> dict[int, float]:

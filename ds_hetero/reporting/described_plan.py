@@ -6,6 +6,8 @@
 
 Jobs read such a file as any other plan and leave its "scenario" alone; `ds-hetero report` and `ds-hetero trace` need
 it. `clusters` has one cluster of the whole plan, or one per replica.
+
+Assumptions of a plan, in a line that stands beside every answer.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_hetero.cluster import Cluster, load_cluster
+from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.file_values import cluster_to_dict
+from ds_hetero.cluster.topology import Node
 from ds_hetero.common.reading import MAX_SEQ_LEN, JsonDict, is_whole, read_file, shortened
+from ds_hetero.common.text import GB
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
@@ -40,17 +45,13 @@ class PlanScenario:
     """Scenario that a plan was made for.
 
     Args:
-        cost_model: name of the cost model that judges it.
-        model: what is trained.
-        workload: of every replica; a replica's own batches are in the plan.
-        clusters: one for the whole plan, or one per replica.
         lengths: tokens of the documents of one row, where the plan is for batches of documents.
     """
 
-    cost_model: str
-    model: ModelSpec
-    workload: Workload
-    clusters: tuple[Cluster, ...]
+    cost_model: str  # name of the cost model that judges it
+    model: ModelSpec  # what is trained
+    workload: Workload  # of every replica; a replica's own batches are in the plan
+    clusters: tuple[Cluster, ...]  # one for the whole plan, or one per replica
     lengths: tuple[int, ...] | None = None
 
     def to_dict(self) -> JsonDict:
@@ -73,16 +74,12 @@ class PlanScenario:
 class DescribedPlan:
     """A plan and what it was made for.
 
-    Args:
-        plan: what the job does.
-        scenario: what it was made for.
-
     Raises:
         PlanError: the plan's ranks are not those of the clusters.
     """
 
-    plan: Plan
-    scenario: PlanScenario
+    plan: Plan  # what the job does
+    scenario: PlanScenario  # what it was made for
 
     def __post_init__(self) -> None:
         held = sum(cluster.num_ranks for cluster in self.scenario.clusters)
@@ -256,3 +253,37 @@ def _expect_keys(where: str, data: Any, keys: Sequence[str]) -> None:
     if not isinstance(data, Mapping) or set(data) != set(keys):
         found = shortened(sorted(data, key=str) if isinstance(data, Mapping) else data)
         raise PlanError(f'"{where}" takes {", ".join(keys)}, got {found}. {_REMEDY}')
+
+
+def assumptions(scenario: PlanScenario) -> list[str]:
+    """Assumptions about network, cards and training, each as a few words."""
+    work = scenario.workload
+    clusters = dict.fromkeys(scenario.clusters)
+    ports = [words for cluster in clusters if len(cluster.nodes) > 1 for words in _ports(cluster.nodes)]
+    nodes = [node for cluster in clusters for node in cluster.nodes]
+    states = f"{work.optimizer_bytes:g} bytes of optimizer state a parameter"
+    return [
+        *dict.fromkeys(ports),
+        *(["GeForce cards exchange through the host's memory"] if any(map(_through_host, nodes)) else []),
+        f"ZeRO stage {work.zero_stage}, {8 * work.element_bytes}-bit parameters, {states}",
+        *(work.memory_savers or ["no activation checkpointing"]),
+        *([] if work.tiled_logits else ["the whole loss at once"]),
+    ]
+
+
+def assumed_line(scenario: PlanScenario) -> str:
+    """The line of `assumptions`."""
+    return f"assumed:    {'; '.join(assumptions(scenario))}"
+
+
+def _ports(nodes: Sequence[Node]) -> list[str]:
+    """The ports of nodes with several cards."""
+    rates = dict.fromkeys(f"{node.nic_bytes_per_s / GB:.3g}" for node in nodes if node.nic_bytes_per_s is not None)
+    words = [f"cards of a node share {' or '.join(rates)} GB/s of network (--nics, nics)"] if rates else []
+    alone = any(node.nic_bytes_per_s is None and len(node.devices) > 1 for node in nodes)
+    return [*words, *(["a network port for every card"] if alone else [])]
+
+
+def _through_host(node: Node) -> bool:
+    names = [device.name for device in node.devices]
+    return len(names) > 1 and any(name in CATALOGUE and not CATALOGUE[name].peer_to_peer for name in names)

@@ -17,8 +17,7 @@ from ds_hetero.cost import CostModel, Prediction, make_cost_model
 from ds_hetero.errors import HeteroError
 from ds_hetero.planner import planning
 from ds_hetero.reporting.described_plan import DescribedPlan
-from ds_hetero.reporting.sections.links_picture import scaled_links
-from ds_hetero.reporting.sections.rank_rows import heads_of
+from ds_hetero.reporting.shared_sections import heads_of, scaled_links
 from ds_hetero.values.schedule import Schedule
 
 LENGTH_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -29,32 +28,20 @@ MAX_LISTED_RANKS = 64  # of which a point lists tokens, heads and memory
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A card that is taken away.
+    """A card that is taken away."""
 
-    Args:
-        name: for people.
-        rank: of the cluster; None for all cards as they are.
-    """
-
-    name: str
-    rank: int | None
+    name: str  # for people
+    rank: int | None  # of the cluster; None for all cards as they are
 
 
 @dataclass(frozen=True, slots=True)
 class GridPoint:
-    """One place of the sliders.
+    """One place of the sliders."""
 
-    Args:
-        seq_len: tokens of a sequence.
-        link_factor: on the speed of links between machines, or inside the only one.
-        removal: index of `removals_of`.
-        cost: cost model there.
-    """
-
-    seq_len: int
-    link_factor: float
-    removal: int
-    cost: CostModel
+    seq_len: int  # tokens of a sequence
+    link_factor: float  # on the speed of links between machines, or inside the only one
+    removal: int  # index of `removals_of`
+    cost: CostModel  # cost model there
 
 
 def removals_of(cluster: Cluster) -> list[Removal]:

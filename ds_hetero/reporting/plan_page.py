@@ -13,19 +13,20 @@ from ds_hetero.cost import CostModel, Prediction
 from ds_hetero.cost.price import price_of_prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.explain import describe
-from ds_hetero.reporting.assumptions import assumptions
-from ds_hetero.reporting.described_plan import DescribedPlan, PlanScenario
+from ds_hetero.reporting.described_plan import DescribedPlan, PlanScenario, assumptions
 from ds_hetero.reporting.grid import grid_of
 from ds_hetero.reporting.html import Page, definitions, details, preformatted
+from ds_hetero.reporting.pipelines_sections import add_pipelines
 from ds_hetero.reporting.run_file import RunFile, plan_digest
-from ds_hetero.reporting.sections.baselines_section import baselines
-from ds_hetero.reporting.sections.documents_section import add_documents
-from ds_hetero.reporting.sections.launch_section import add_launch, price_cards
-from ds_hetero.reporting.sections.links_picture import links_picture, links_table
-from ds_hetero.reporting.sections.pipelines_section import add_pipelines
-from ds_hetero.reporting.sections.run_section import add_run, measured_text
-from ds_hetero.reporting.sections.shares_section import shares
-from ds_hetero.reporting.sections.time_sections import MeasuredReplica, block, step
+from ds_hetero.reporting.schedule_sections import MeasuredReplica, add_documents, baselines, block, shares, step
+from ds_hetero.reporting.shared_sections import (
+    add_launch,
+    add_run,
+    links_picture,
+    links_table,
+    measured_text,
+    price_cards,
+)
 from ds_hetero.values.plans import Plan, read_plan
 
 

@@ -35,38 +35,24 @@ class MeasuredRank:
     """Where a mean step of one rank went; see `ds_hetero.runtime.step_clock.StepTimes`.
 
     Args:
-        device: its name.
-        step_s: seconds of a step.
-        attention_s: of it, in attention.
-        model_s: of it, in the rest of forward and backward.
-        all_to_all_s: of it, in exchanges.
-        ring_wait_s: of it, waiting for keys and values.
-        idle_s: of it, waiting in other collectives.
-        tokens: that the rank held, per step.
-        memory_bytes: most memory in use: of the device, on CPUs of the process.
-        own_min_s: shortest computing time of the latest steps.
-        own_median_s: median of it.
-        own_max_s: longest of it.
         hop_s: of a step, in sending to neighbouring stages of a pipeline, and in what was on its way from them.
-        bubble_s: of it, waiting for stages that still computed.
-        sync_s: of it, bringing gradients of pipelines to their owners and values back.
     """
 
-    device: str
-    step_s: float
-    attention_s: float
-    model_s: float
-    all_to_all_s: float
-    ring_wait_s: float
-    idle_s: float
-    tokens: float
-    memory_bytes: int
-    own_min_s: float
-    own_median_s: float
-    own_max_s: float
+    device: str  # its name
+    step_s: float  # seconds of a step
+    attention_s: float  # of it, in attention
+    model_s: float  # of it, in the rest of forward and backward
+    all_to_all_s: float  # of it, in exchanges
+    ring_wait_s: float  # of it, waiting for keys and values
+    idle_s: float  # of it, waiting in other collectives
+    tokens: float  # that the rank held, per step
+    memory_bytes: int  # most memory in use: of the device, on CPUs of the process
+    own_min_s: float  # shortest computing time of the latest steps
+    own_median_s: float  # median of it
+    own_max_s: float  # longest of it
     hop_s: float = 0.0
-    bubble_s: float = 0.0
-    sync_s: float = 0.0
+    bubble_s: float = 0.0  # of it, waiting for stages that still computed
+    sync_s: float = 0.0  # of it, bringing gradients of pipelines to their owners and values back
 
     @property
     def rest_s(self) -> float:
@@ -84,33 +70,24 @@ class RunFile:
     """Measurements of a job.
 
     Args:
-        plan: that the job began with.
         scenario: what it was made for; None where the devices or the model are not known to the cost model.
-        predicted_s: step time that was predicted at the start; None likewise.
-        ended: ``"normally"``, ``"running"`` (not yet, or killed), or the text of the error.
-        written: date and time, ISO 8601, UTC.
-        versions: of the packages.
-        steps: that were observed.
-        ranks: a mean step of every rank.
         observations: ``step``, ``steps``, ``step_s``, ``tokens_per_s`` and ``imbalance`` of each, oldest first.
         changes: of a replica's schedule: ``step``, ``replica``, ``schedule`` and ``gain``; of the layers of stages:
             ``step``, ``layers`` by pipeline and stage, and ``gain``.
-        traced_step: number of the step whose ranges follow; None without.
-        trace: ranges of every rank in that step.
     """
 
-    plan: Plan
+    plan: Plan  # that the job began with
     scenario: PlanScenario | None
-    predicted_s: float | None
-    ended: str
-    written: str
-    versions: Mapping[str, str]
-    steps: int
-    ranks: tuple[MeasuredRank, ...]
+    predicted_s: float | None  # step time that was predicted at the start; None likewise
+    ended: str  # ``"normally"``, ``"running"`` (not yet, or killed), or the text of the error
+    written: str  # date and time, ISO 8601, UTC
+    versions: Mapping[str, str]  # of the packages
+    steps: int  # that were observed
+    ranks: tuple[MeasuredRank, ...]  # a mean step of every rank
     observations: tuple[Mapping[str, float], ...] = ()
     changes: tuple[JsonObject, ...] = ()
-    traced_step: int | None = None
-    trace: tuple[tuple[TracedRange, ...], ...] = ()
+    traced_step: int | None = None  # number of the step whose ranges follow; None without
+    trace: tuple[tuple[TracedRange, ...], ...] = ()  # ranges of every rank in that step
 
     @property
     def step_s(self) -> float:

@@ -18,8 +18,8 @@ from typing import Any
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost import CostModel
 from ds_hetero.reporting.described_plan import DescribedPlan
+from ds_hetero.reporting.pipelines_sections import judged, pipeline_bars
 from ds_hetero.reporting.run_file import RunFile, TracedRange
-from ds_hetero.reporting.sections.pipelines_section import judged, pipeline_bars
 from ds_hetero.reporting.timelines import PREFIX, Bar, block_spans, phase_shares, predicted_block
 from ds_hetero.values.schedule import Schedule
 
@@ -38,17 +38,11 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """A rank in the trace.
+    """A rank in the trace."""
 
-    Args:
-        pid: its number.
-        name: for people.
-        order: place from above.
-    """
-
-    pid: int
-    name: str
-    order: int
+    pid: int  # its number
+    name: str  # for people
+    order: int  # place from above
 
     def metadata(self, threads: Sequence[str]) -> Iterator[JsonDict]:
         """Events that name the process and its threads."""

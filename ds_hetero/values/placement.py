@@ -42,23 +42,18 @@ class Lane:
     """Spans of the batch that are cut over the same units.
 
     Args:
-        members: ring positions of the units, in the order in which KV travels.
-        spans: position intervals, ascending and disjoint.
-        tokens: whole tokens ``[span][member]``; zero is allowed.
-        layout: how a span is cut, one of `ds_hetero.values.schedule.LAYOUTS`.
         nodes: node of every member, if KV goes from node to node and round inside them; empty: one ring over all.
-        proxies: members of nodes that do not pair up send for one another; see `ds_hetero.batch.routes`.
         by_heads: heads of every node, in the order of ``nodes``; the i-th members of all nodes exchange heads, and KV
             stays inside nodes. Empty: KV goes from node to node. Members are then all units, each a rank, as many in
             every node; a rank holds the same number of tokens of the lanes by heads, but others than ``tokens`` says.
     """
 
-    members: tuple[int, ...]
-    spans: tuple[Range, ...]
-    tokens: tuple[tuple[int, ...], ...]
-    layout: str
+    members: tuple[int, ...]  # ring positions of the units, in the order in which KV travels
+    spans: tuple[Range, ...]  # position intervals, ascending and disjoint
+    tokens: tuple[tuple[int, ...], ...]  # whole tokens ``[span][member]``; zero is allowed
+    layout: str  # how a span is cut, one of `ds_hetero.values.schedule.LAYOUTS`
     nodes: tuple[int, ...] = ()
-    proxies: bool = False
+    proxies: bool = False  # members of nodes that do not pair up send for one another; see `ds_hetero.batch.routes`
     by_heads: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -95,17 +90,13 @@ class Placement:
     ascending rank.
 
     Args:
-        schedule: the replica's schedule.
-        length: tokens of the whole sequence.
-        rank_tokens: whole tokens of every rank, in the order of ``schedule.ranks``.
-        lanes: in the order in which the forward works on them; together they hold every position once.
         rows: batch rows with their documents, covering the batch in order; empty while these are not known.
     """
 
-    schedule: Schedule
-    length: int
-    rank_tokens: tuple[int, ...]
-    lanes: tuple[Lane, ...]
+    schedule: Schedule  # the replica's schedule
+    length: int  # tokens of the whole sequence
+    rank_tokens: tuple[int, ...]  # whole tokens of every rank, in the order of ``schedule.ranks``
+    lanes: tuple[Lane, ...]  # in the order in which the forward works on them; together they hold every position once
     rows: tuple[Rows, ...] = ()
 
     def __post_init__(self) -> None:
@@ -182,11 +173,10 @@ class PlacementPart(NamedTuple):
     """Some lanes of a placement as one of their own, whose positions are those of their spans one behind the other.
 
     Args:
-        placement: of these lanes; its schedule has the groups that exchange heads.
         shifts: where spans begin in ``placement``, ascending, with what is to be added to get their own positions.
     """
 
-    placement: Placement
+    placement: Placement  # of these lanes; its schedule has the groups that exchange heads
     shifts: tuple[Range, ...]
 
     def outer(self, interval: Range) -> Range:

@@ -18,14 +18,11 @@ from itertools import accumulate, pairwise
 class Split:
     """Contiguous parts of an axis; part ``i`` is ``[cuts[i], cuts[i + 1])``.
 
-    Args:
-        sizes: units of each part, zero allowed.
-
     Raises:
         ValueError: a size is negative or not an integer.
     """
 
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # units of each part, zero allowed
 
     def __post_init__(self) -> None:
         if any(not isinstance(size, int) or isinstance(size, bool) or size < 0 for size in self.sizes):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON, FILE, TOKENS
-from ds_hetero.cli.outputs.printing import print_table
+from ds_hetero.cli.options import AS_JSON, FILE, TOKENS
+from ds_hetero.cli.printing import print_table
 from ds_hetero.common.extras import OPTIONAL, Package, installed_packages, require
 from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.errors import ModelError
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from ds_hetero.decision.facts import ModelFacts
 
-NO_MODEL = "no model was given."
 HEAD_DIM = 128  # of today's models
 
 
@@ -92,7 +91,7 @@ def model_facts(
     Raises:
         ModelError: the source cannot be read; or neither a cost model nor transformers knows such models.
     """
-    from ds_hetero.decision.facts import ModelFacts
+    from ds_hetero.decision.facts import NO_MODEL, ModelFacts
 
     facts = ModelFacts(
         name="model",

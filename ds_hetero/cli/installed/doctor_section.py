@@ -10,7 +10,6 @@ from pathlib import Path
 
 from torch import nn
 
-from ds_hetero.cli.installed.doctor import NO_MODEL
 from ds_hetero.cluster import load_cluster
 from ds_hetero.common.reading import MAX_RANKS, JsonDict, JsonObject, is_whole, read_file, shortened, whole_rule
 from ds_hetero.decision.batches import as_whole, plan_of_batches
@@ -26,7 +25,7 @@ from ds_hetero.decision.decide_pipelines import (
     search_pipelines,
     wants_search,
 )
-from ds_hetero.decision.facts import JobFacts, ModelFacts
+from ds_hetero.decision.facts import NO_MODEL, JobFacts, ModelFacts
 from ds_hetero.decision.resolve import (
     clusters_of_replicas,
     given_plan,

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON, FILE
-from ds_hetero.cli.outputs.printing import check_out
+from ds_hetero.cli.options import AS_JSON, FILE
+from ds_hetero.cli.printing import check_out
 from ds_hetero.cluster.file_values import check_cluster_file, write_cluster
 from ds_hetero.common.extras import require
 from ds_hetero.common.reading import shortened

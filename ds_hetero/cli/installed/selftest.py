@@ -14,8 +14,8 @@ from pathlib import Path
 
 import click
 
-from ds_hetero.cli.inputs.options import FILE
-from ds_hetero.cli.outputs.printing import check_out
+from ds_hetero.cli.options import FILE
+from ds_hetero.cli.printing import check_out
 from ds_hetero.common.extras import require
 from ds_hetero.errors import ConfigError
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON, FILE
-from ds_hetero.cli.outputs.printing import print_json
+from ds_hetero.cli.options import AS_JSON, FILE
+from ds_hetero.cli.printing import print_json
 from ds_hetero.common.extras import require
 from ds_hetero.common.reading import shortened
 from ds_hetero.common.text import GIB

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON, GLOBAL_BATCH, PARALLEL, batch_of_pipelines
-from ds_hetero.cli.inputs.scenario import Scenario, scenario_options
-from ds_hetero.cli.outputs.printing import print_json, print_table, term_shares
+from ds_hetero.cli.options import AS_JSON, GLOBAL_BATCH, PARALLEL, batch_of_pipelines
+from ds_hetero.cli.printing import print_json, print_table, term_shares
+from ds_hetero.cli.scenario import Scenario, scenario_options
 from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.common.text import time_text
 from ds_hetero.cost.prediction import Prediction
@@ -23,7 +23,7 @@ from ds_hetero.planner.published.interface import ProfileTable
 from ds_hetero.planner.published.registry import planners_of
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
-from ds_hetero.reporting.assumptions import assumed_line
+from ds_hetero.reporting.described_plan import assumed_line
 from ds_hetero.values.baselines import STRATEGIES
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON, TRAINED_TOKENS
-from ds_hetero.cli.inputs.scenario import Scenario, read_schedule, scenario_options
-from ds_hetero.cli.outputs.printing import print_json, print_table, rank_ranges
+from ds_hetero.cli.options import AS_JSON, TRAINED_TOKENS
+from ds_hetero.cli.printing import print_json, print_table, rank_ranges
+from ds_hetero.cli.scenario import Scenario, read_schedule, scenario_options
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import bytes_text, time_text
@@ -30,7 +30,7 @@ from ds_hetero.planner.memory import (
 )
 from ds_hetero.planner.memory.advice import PARTS
 from ds_hetero.planner.memory.changes import PLANNED, Change, Changed
-from ds_hetero.reporting.assumptions import assumed_line, assumptions
+from ds_hetero.reporting.described_plan import assumed_line, assumptions
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.schedule import Schedule
 
@@ -43,20 +43,15 @@ class _Outlook:
     """Outlook of one cluster: today's, or one of those that are asked for.
 
     Args:
-        name: ``today``, or what is asked.
-        cluster: its devices.
-        longest: sequence that fits.
-        changed: its schedule and prediction after the remedy; None where nothing is near to fitting.
         remedy: changes that make it fit; none where it fits without, or where nothing makes it fit.
-        why_not: a sentence that says why it does not fit; None where it does.
     """
 
-    name: str
-    cluster: Cluster
-    longest: int
-    changed: Changed | None
+    name: str  # ``today``, or what is asked
+    cluster: Cluster  # its devices
+    longest: int  # sequence that fits
+    changed: Changed | None  # its schedule and prediction after the remedy; None where nothing is near to fitting
     remedy: tuple[Change, ...] = ()
-    why_not: str | None = None
+    why_not: str | None = None  # a sentence that says why it does not fit; None where it does
 
     @property
     def tokens_per_s(self) -> float | None:

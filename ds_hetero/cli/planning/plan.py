@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ds_hetero.cli.inputs.options import (
+from ds_hetero.cli.options import (
     AS_JSON,
     FILE,
     GLOBAL_BATCH,
@@ -22,8 +22,7 @@ from ds_hetero.cli.inputs.options import (
     batch_of_pipelines,
     same_line,
 )
-from ds_hetero.cli.inputs.scenario import Scenario, scenario_options
-from ds_hetero.cli.outputs.printing import (
+from ds_hetero.cli.printing import (
     PLANS,
     check_out,
     prediction_lines,
@@ -33,6 +32,7 @@ from ds_hetero.cli.outputs.printing import (
     rank_ranges,
     write_plan,
 )
+from ds_hetero.cli.scenario import Scenario, scenario_options
 from ds_hetero.common.reading import JsonObject
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.price import Price
@@ -41,7 +41,7 @@ from ds_hetero.errors import MemoryPlanError
 from ds_hetero.planner import plan as plan_schedule
 from ds_hetero.planner.advice import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
 from ds_hetero.planner.planned import Planned, PlannedPipelines, PlannedSchedule
-from ds_hetero.reporting.assumptions import assumed_line, assumptions
+from ds_hetero.reporting.described_plan import assumed_line, assumptions
 from ds_hetero.values.plans.reading import SCENARIO
 
 if TYPE_CHECKING:
@@ -56,19 +56,12 @@ _SAMPLED_BATCHES = 8
 
 
 class _Answer(NamedTuple):
-    """Result of a search.
+    """Result of a search."""
 
-    Args:
-        plan: content of the plan's file.
-        scenario: what the plan was made for.
-        data: for machines.
-        show: prints it for people.
-    """
-
-    plan: JsonObject
-    scenario: JsonObject
-    data: JsonObject
-    show: Callable[[], None]
+    plan: JsonObject  # content of the plan's file
+    scenario: JsonObject  # what the plan was made for
+    data: JsonObject  # for machines
+    show: Callable[[], None]  # prints it for people
 
 
 @click.command
@@ -254,7 +247,7 @@ def _for_lengths(scenario: Scenario, source: str, seed: int) -> _Answer:
         source: file of lengths, or the name of a distribution.
         seed: of the drawing.
     """
-    from ds_hetero.cli.inputs.lengths import draw_batches, read_distribution
+    from ds_hetero.cli.options import draw_batches, read_distribution
     from ds_hetero.planner.documents.for_lengths import plan_for_lengths
 
     distribution, work = read_distribution(source), scenario.workload
@@ -342,7 +335,7 @@ def _pipelines(
 
 
 def _show_pipelines(scenario: Scenario, planned: PlannedPipelines, further: Sequence[str]) -> None:
-    from ds_hetero.cli.outputs.pipelines import print_pipelines
+    from ds_hetero.cli.printing import print_pipelines
 
     if planned.finished is not None:
         print_pipelines(planned.costs, planned.finished)

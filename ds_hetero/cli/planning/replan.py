@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON, FILE
-from ds_hetero.cli.inputs.scenario import CLUSTER_FILE, Scenario, read_plan_file, scenario_options
-from ds_hetero.cli.outputs.printing import check_out, print_json, print_written, write_out
+from ds_hetero.cli.options import AS_JSON, FILE
+from ds_hetero.cli.printing import check_out, print_json, print_written, write_out
+from ds_hetero.cli.scenario import CLUSTER_FILE, Scenario, read_plan_file, scenario_options
 from ds_hetero.cluster import Cluster
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.common.reading import shortened

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON, FILE, LAYOUT
-from ds_hetero.cli.inputs.scenario import CLUSTERS_OF_REPLICAS, Scenario, scenario_options
-from ds_hetero.cli.outputs.printing import PLANS, check_out, print_json, print_table, print_written, write_plan
+from ds_hetero.cli.options import AS_JSON, FILE, LAYOUT
+from ds_hetero.cli.printing import PLANS, check_out, print_json, print_table, print_written, write_plan
+from ds_hetero.cli.scenario import CLUSTERS_OF_REPLICAS, Scenario, scenario_options
 from ds_hetero.common.text import time_text
 from ds_hetero.planner.micro_batches import ReplicasPlan, plan_replicas
 from ds_hetero.values.plans import Plan

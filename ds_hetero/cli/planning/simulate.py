@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON, PLAN_FILE
-from ds_hetero.cli.inputs.scenario import Scenario, judge_plan_file, read_schedule, scenario_options
-from ds_hetero.cli.outputs.printing import prediction_lines, print_json, print_table
+from ds_hetero.cli.options import AS_JSON, PLAN_FILE
+from ds_hetero.cli.printing import prediction_lines, print_json, print_table
+from ds_hetero.cli.scenario import Scenario, judge_plan_file, read_schedule, scenario_options
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.prediction import Prediction
@@ -62,7 +62,7 @@ def _ranks(cost: CostModel, schedule: Schedule, prediction: Prediction) -> Itera
 
 
 def _pipelines(scenario: Scenario, path: Path, as_json: bool) -> None:
-    from ds_hetero.cli.outputs.pipelines import print_pipelines
+    from ds_hetero.cli.printing import print_pipelines
     from ds_hetero.planner.pipeline_search.finish import memory_by_rank
     from ds_hetero.planner.pipelines.explain import reasons_of
 

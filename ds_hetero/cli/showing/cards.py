@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON
-from ds_hetero.cli.outputs.printing import print_json, print_table
+from ds_hetero.cli.options import AS_JSON
+from ds_hetero.cli.printing import print_json, print_table
 from ds_hetero.cluster.catalogue import CATALOGUE, CatalogueEntry
 from ds_hetero.cluster.catalogue_rows import NO_DATASHEET
 from ds_hetero.cluster.names import card_named

@@ -7,8 +7,8 @@ import time
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON
-from ds_hetero.cli.outputs.printing import print_json
+from ds_hetero.cli.options import AS_JSON
+from ds_hetero.cli.printing import print_json
 from ds_hetero.common.text import GIB
 from ds_hetero.elastic.node.keeper import ask
 from ds_hetero.elastic.node.wire import Message, NodePlace, token_of

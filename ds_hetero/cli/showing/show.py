@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds_hetero.cli.inputs.options import AS_JSON, FILE, PLAN_FILE, SEED
-from ds_hetero.cli.inputs.scenario import Scenario, judge_plan_file, read_schedule, scenario_options
-from ds_hetero.cli.outputs.printing import (
+from ds_hetero.cli.options import AS_JSON, FILE, PLAN_FILE, SEED
+from ds_hetero.cli.printing import (
     PICTURES,
     check_out,
     print_json,
@@ -19,6 +18,7 @@ from ds_hetero.cli.outputs.printing import (
     rank_ranges,
     write_out,
 )
+from ds_hetero.cli.scenario import Scenario, judge_plan_file, read_schedule, scenario_options
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import GB, time_text
 from ds_hetero.errors import PlanError
@@ -64,7 +64,7 @@ def show(
 
 
 def _schedule(scenario: Scenario, source: str, out: Path) -> JsonDict:
-    from ds_hetero.cli.outputs.schedule_picture import draw_schedule, page
+    from ds_hetero.cli.showing.pictures import draw_schedule, page
 
     check_out(out, endings=(*PICTURES, ".html"))
     cost = scenario.cost
@@ -79,7 +79,7 @@ def _schedule(scenario: Scenario, source: str, out: Path) -> JsonDict:
 
 
 def _pipelines(scenario: Scenario, path: Path, out: Path) -> JsonDict:
-    from ds_hetero.cli.outputs.pipelines_picture import draw_pipelines
+    from ds_hetero.cli.showing.pictures import draw_pipelines
 
     check_out(out, endings=PICTURES)
     plan, costs, finished = judge_plan_file(scenario, path)
@@ -107,7 +107,7 @@ def _documents(
         out: picture to write.
         as_json: print one JSON object instead of tables.
     """
-    from ds_hetero.cli.inputs.lengths import draw_batches, read_distribution, read_lengths
+    from ds_hetero.cli.options import draw_batches, read_distribution, read_lengths
     from ds_hetero.planner.documents.for_lengths import plan_for_lengths
     from ds_hetero.planner.documents.summary import report_documents
 
@@ -122,7 +122,7 @@ def _documents(
     schedule = plan_for_lengths(cost, [lengths]).best.schedule if source == "plan" else read_schedule(source, cost)
     report = report_documents(cost, schedule, lengths)
     if out is not None:
-        from ds_hetero.cli.outputs.documents_picture import draw_documents
+        from ds_hetero.cli.showing.pictures import draw_documents
 
         draw_documents(scenario, report).savefig(out, dpi=120)
     if as_json:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ds_hetero.cli.outputs.printing import print_json, print_written, write_out
+from ds_hetero.cli.printing import print_json, print_written, write_out
 from ds_hetero.cli.showing.report import plan_and_run, read_both
 from ds_hetero.reporting.trace import trace_of
 

@@ -250,25 +250,15 @@ class DeviceParameters(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedStageMemory(StageMemory):
-    """Of what the runtime holds.
+    """Of what the runtime holds."""
 
-    Args:
-        workload: bytes, recomputation and the optimizer's temporaries.
-        layer: of a layer, on the device of its part with the most.
-        logits: where the stage has the head.
-        of_layer: of the model, by layer.
-        of_end: of the model, in the embedding, and as many in the head.
-        largest: elements of the largest parameter.
-        holders: of a parameter, who add up its gradients.
-    """
-
-    workload: Workload
-    layer: LayerMemory
-    logits: float
-    of_layer: DeviceParameters
-    of_end: DeviceParameters
-    largest: float
-    holders: int
+    workload: Workload  # bytes, recomputation and the optimizer's temporaries
+    layer: LayerMemory  # of a layer, on the device of its part with the most
+    logits: float  # where the stage has the head
+    of_layer: DeviceParameters  # of the model, by layer
+    of_end: DeviceParameters  # of the model, in the embedding, and as many in the head
+    largest: float  # elements of the largest parameter
+    holders: int  # of a parameter, who add up its gradients
 
     @property
     def layer_bytes(self) -> float:

@@ -42,17 +42,11 @@ from ds_hetero.values.plans.timetable import default_in_flight
 
 
 class PipelineTimes(NamedTuple):
-    """Times of pipelines for m micro-batches: ``max(fill + (m - 1) period, latency)``.
+    """Times of pipelines for m micro-batches: ``max(fill + (m - 1) period, latency)``."""
 
-    Args:
-        fill_s: ``[C]``.
-        period_s: between two micro-batches, ``[C]``.
-        latency_s: of a single micro-batch through all stages and back, ``[C]``.
-    """
-
-    fill_s: Floats
-    period_s: Floats
-    latency_s: Floats
+    fill_s: Floats  # ``[C]``
+    period_s: Floats  # between two micro-batches, ``[C]``
+    latency_s: Floats  # of a single micro-batch through all stages and back, ``[C]``
 
     def of(self, micro_batches: int) -> Floats:
         """Return the time of so many micro-batches, ``[C]``."""
@@ -90,15 +84,10 @@ def _round_trips(num_stages: int) -> tuple[Ints, Ints, Ints]:
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """When every stage ends what.
+    """When every stage ends what."""
 
-    Args:
-        forward_end_s: by stage and micro-batch.
-        backward_end_s: likewise.
-    """
-
-    forward_end_s: tuple[tuple[float, ...], ...]
-    backward_end_s: tuple[tuple[float, ...], ...]
+    forward_end_s: tuple[tuple[float, ...], ...]  # by stage and micro-batch
+    backward_end_s: tuple[tuple[float, ...], ...]  # likewise
 
     @property
     def total_s(self) -> float:

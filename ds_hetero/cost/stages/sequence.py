@@ -31,23 +31,14 @@ FindSchedule = Callable[[CalibratedCostModel], Schedule | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedPass:
-    """Times and activations of one layer on devices that share its sequences.
+    """Times and activations of one layer on devices that share its sequences."""
 
-    Args:
-        forward_s: of a layer.
-        backward_s: of a layer, with what it repeats.
-        loss_s: forward and backward of the head.
-        tokens: of the device with most of them, by part, all samples of a micro-batch together.
-        layer: memory of a layer, likewise.
-        logits: bytes of the head, likewise.
-    """
-
-    forward_s: float
-    backward_s: float
-    loss_s: float
-    tokens: tuple[float, ...]
-    layer: tuple[LayerMemory, ...]
-    logits: tuple[float, ...]
+    forward_s: float  # of a layer
+    backward_s: float  # of a layer, with what it repeats
+    loss_s: float  # forward and backward of the head
+    tokens: tuple[float, ...]  # of the device with most of them, by part, all samples of a micro-batch together
+    layer: tuple[LayerMemory, ...]  # memory of a layer, likewise
+    logits: tuple[float, ...]  # bytes of the head, likewise
 
 
 class SequenceStages:

@@ -53,31 +53,22 @@ class DeviceKind:
     """Devices that are one problem for a planner: the same device behind the same links.
 
     Args:
-        device: what computes.
-        link: between two of them on one node.
-        nic_bytes_per_s: what all devices of their node share towards other nodes; None if each has a port.
         switch_bytes_per_s: what all devices of their node share inside it; None if pairs do not disturb each other.
     """
 
-    device: DeviceSpec
-    link: Link
-    nic_bytes_per_s: float | None
+    device: DeviceSpec  # what computes
+    link: Link  # between two of them on one node
+    nic_bytes_per_s: float | None  # what all devices of their node share towards other nodes; None if each has a port
     switch_bytes_per_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Devices of one kind on one node.
+    """Devices of one kind on one node."""
 
-    Args:
-        kind: index into `Pools.kinds`.
-        node: index into `Cluster.nodes`.
-        ranks: ascending.
-    """
-
-    kind: int
-    node: int
-    ranks: tuple[int, ...]
+    kind: int  # index into `Pools.kinds`
+    node: int  # index into `Cluster.nodes`
+    ranks: tuple[int, ...]  # ascending
 
 
 class Pools:
@@ -111,35 +102,21 @@ class Pools:
 
 
 class PoolPart(NamedTuple):
-    """Devices of one pool.
+    """Devices of one pool."""
 
-    Args:
-        kind: index into `Pools.kinds`.
-        node: index into `Cluster.nodes`.
-        size: devices.
-    """
-
-    kind: int
-    node: int
-    size: int
+    kind: int  # index into `Pools.kinds`
+    node: int  # index into `Cluster.nodes`
+    size: int  # devices
 
 
 class DeviceBlock(NamedTuple):
-    """Devices that work on one stage.
+    """Devices that work on one stage."""
 
-    Args:
-        kind: index into `Pools.kinds`, of the first part.
-        node: index into `Cluster.nodes`, of the first part.
-        size: devices of all parts.
-        inner: how they share the work, one of `ds_hetero.values.plans.INNER`.
-        others: further parts, of other pools; only with ``"sequence"``.
-    """
-
-    kind: int
-    node: int
-    size: int
-    inner: str
-    others: tuple[PoolPart, ...] = ()
+    kind: int  # index into `Pools.kinds`, of the first part
+    node: int  # index into `Cluster.nodes`, of the first part
+    size: int  # devices of all parts
+    inner: str  # how they share the work, one of `ds_hetero.values.plans.INNER`
+    others: tuple[PoolPart, ...] = ()  # further parts, of other pools; only with ``"sequence"``
 
     @classmethod
     def of_parts(cls, parts: Sequence[PoolPart]) -> DeviceBlock:
@@ -161,30 +138,19 @@ class DeviceBlock(NamedTuple):
 
 
 class PlacedPipeline(NamedTuple):
-    """A pipeline with its layers and batches.
+    """A pipeline with its layers and batches."""
 
-    Args:
-        blocks: of its stages, first to last.
-        layers: of every stage.
-        micro_batch_size: samples of a micro-batch.
-        micro_batches: per optimizer step.
-    """
-
-    blocks: tuple[DeviceBlock, ...]
-    layers: tuple[int, ...]
-    micro_batch_size: int
-    micro_batches: int
+    blocks: tuple[DeviceBlock, ...]  # of its stages, first to last
+    layers: tuple[int, ...]  # of every stage
+    micro_batch_size: int  # samples of a micro-batch
+    micro_batches: int  # per optimizer step
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory(ABC):
-    """Memory of a device as a function of what its stage is; it never falls with layers or micro-batches in flight.
+    """Memory of a device as a function of what its stage is; it never falls with layers or micro-batches in flight."""
 
-    Args:
-        num_layers: of the model.
-    """
-
-    num_layers: int
+    num_layers: int  # of the model
     _peaks: dict[tuple[bool, bool, int, int | None], Floats] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -218,27 +184,16 @@ class StageMemory(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageOption:
-    """Times and memory of a block for one micro-batch: times are linear in the layers of its stage.
+    """Times and memory of a block for one micro-batch: times are linear in the layers of its stage."""
 
-    Args:
-        forward_s: per layer.
-        backward_s: per layer, recomputation included.
-        first_s: forward and backward of what a stage with the embedding computes on top.
-        last_s: forward and backward of what a stage with the head computes on top.
-        side_s: host's time of the messages to and from one neighbouring stage, activations and gradients.
-        capacity_bytes: memory of a device.
-        memory: what a device of its first part needs.
-        beside: memory of the devices of its other parts, whose times are not used.
-    """
-
-    forward_s: float
-    backward_s: float
-    first_s: float = 0.0
-    last_s: float = 0.0
-    side_s: float = 0.0
-    capacity_bytes: float
-    memory: StageMemory
-    beside: tuple[StageOption, ...] = ()
+    forward_s: float  # per layer
+    backward_s: float  # per layer, recomputation included
+    first_s: float = 0.0  # forward and backward of what a stage with the embedding computes on top
+    last_s: float = 0.0  # forward and backward of what a stage with the head computes on top
+    side_s: float = 0.0  # host's time of the messages to and from one neighbouring stage, activations and gradients
+    capacity_bytes: float  # memory of a device
+    memory: StageMemory  # what a device of its first part needs
+    beside: tuple[StageOption, ...] = ()  # memory of the devices of its other parts, whose times are not used
 
     @property
     def parts(self) -> tuple[StageOption, ...]:
@@ -274,15 +229,10 @@ class StageOption:
 
 
 class SyncTimes(NamedTuple):
-    """Gradients on their way to those who own them, the optimizer, and new parameters on their way back.
+    """Gradients on their way to those who own them, the optimizer, and new parameters on their way back."""
 
-    Args:
-        reduce_s: gradients on the wire, which they may be under the last backward.
-        exposed_s: all that no backward hides.
-    """
-
-    reduce_s: float
-    exposed_s: float
+    reduce_s: float  # gradients on the wire, which they may be under the last backward
+    exposed_s: float  # all that no backward hides
 
     @property
     def total_s(self) -> float:

@@ -133,31 +133,18 @@ def training_flops(model: ModelSpec, seq_len: int, *, causal: bool) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AchievedRates:
-    """Achieved rates of every rank, ``[D]``; see `Efficiency` for the meaning of the half-sizes.
+    """Achieved rates of every rank, ``[D]``; see `Efficiency` for the meaning of the half-sizes."""
 
-    Args:
-        s_per_flop: seconds per operation of a large matrix product.
-        half_tokens: tokens at which a matrix product runs at half of that rate.
-        memory_s_per_byte: seconds per byte that a memory-bound kernel reads or writes.
-        layer_host_s: least time of one layer's forward, that of the host to launch it.
-        kernel_overhead_s: host and launch time of one layer's forward outside attention.
-        attention_flops_per_s: operations per second of attention, by the name of the pass.
-        half_rows: query rows at which attention runs at half of that rate.
-        half_kv: key tokens at which attention runs at half of that rate.
-        edge_keys: keys per query that a causal square costs beyond its half; zero for full attention.
-        attention_overhead_s: host and launch time of one attention block.
-    """
-
-    s_per_flop: Floats
-    half_tokens: Floats
-    memory_s_per_byte: Floats
-    layer_host_s: Floats
-    kernel_overhead_s: Floats
-    attention_flops_per_s: dict[str, Floats]
-    half_rows: Floats
-    half_kv: Floats
-    edge_keys: Floats
-    attention_overhead_s: Floats
+    s_per_flop: Floats  # seconds per operation of a large matrix product
+    half_tokens: Floats  # tokens at which a matrix product runs at half of that rate
+    memory_s_per_byte: Floats  # seconds per byte that a memory-bound kernel reads or writes
+    layer_host_s: Floats  # least time of one layer's forward, that of the host to launch it
+    kernel_overhead_s: Floats  # host and launch time of one layer's forward outside attention
+    attention_flops_per_s: dict[str, Floats]  # operations per second of attention, by the name of the pass
+    half_rows: Floats  # query rows at which attention runs at half of that rate
+    half_kv: Floats  # key tokens at which attention runs at half of that rate
+    edge_keys: Floats  # keys per query that a causal square costs beyond its half; zero for full attention
+    attention_overhead_s: Floats  # host and launch time of one attention block
 
     @classmethod
     def of(cls, cluster: Cluster, *, causal: bool, head_dim: int) -> AchievedRates:

@@ -202,19 +202,12 @@ class Grouping:
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Transfers of one ring step, sorted by (assignment, receiving position).
+    """Transfers of one ring step, sorted by (assignment, receiving position)."""
 
-    Attributes:
-        sender: global rank, ``[E]``.
-        receiver: global rank, ``[E]``.
-        heads: query heads, or KV heads, that travel between the two, ``[E]``; see `ring_edges`.
-        starts: first edge of every (assignment, position), ``[B * K]``; each has at least one.
-    """
-
-    sender: Ints
-    receiver: Ints
-    heads: Floats
-    starts: Ints
+    sender: Ints  # global rank, ``[E]``
+    receiver: Ints  # global rank, ``[E]``
+    heads: Floats  # query heads, or KV heads, that travel between the two, ``[E]``; see `ring_edges`
+    starts: Ints  # first edge of every (assignment, position), ``[B * K]``; each has at least one
 
 
 def ring_edges(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int | None = None) -> Edges:

@@ -33,26 +33,18 @@ class LayerShare:
     """Shares of ranks in a layer, in a micro-batch of all its sequences; numbers by rank, ``[D]``.
 
     Args:
-        tokens: outside attention.
-        tokens_at_once: of an MLP in tiles, those of a tile; else all.
-        rows: of queries in attention: tokens by heads.
-        kv_rows: of keys, and as many of values.
         visited: of the keys that visit a group last, with which the backward begins, as far as this rank sees them.
-        visiting: of the longest block of keys that visits.
-        in_ring: whether any do.
-        copied: attention's output is copied on its way to its projection, as an exchange does.
-        cut: ranks that cut products by heads and columns; norms and residuals are whole on every one.
     """
 
-    tokens: Floats
-    tokens_at_once: Floats
-    rows: Floats
-    kv_rows: Floats
+    tokens: Floats  # outside attention
+    tokens_at_once: Floats  # of an MLP in tiles, those of a tile; else all
+    rows: Floats  # of queries in attention: tokens by heads
+    kv_rows: Floats  # of keys, and as many of values
     visited: Bytes = 0.0
-    visiting: Bytes = 0.0
-    in_ring: bool = False
-    copied: bool = True
-    cut: int = 1
+    visiting: Bytes = 0.0  # of the longest block of keys that visits
+    in_ring: bool = False  # whether any do
+    copied: bool = True  # attention's output is copied on its way to its projection, as an exchange does
+    cut: int = 1  # ranks that cut products by heads and columns; norms and residuals are whole on every one
 
     @classmethod
     def of_sequence(
@@ -90,25 +82,15 @@ class LayerShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerMemory:
-    """Bytes of a layer, by rank ``[D]``; of layers of several kinds, of the one that needs the most.
+    """Bytes of a layer, by rank ``[D]``; of layers of several kinds, of the one that needs the most."""
 
-    Args:
-        given: its input.
-        kept: what its backward needs.
-        of_mlp: the MLP's part of that.
-        made: what its MLP's backward makes.
-        ring_buffers: keys and values that visit, their gradients, partial results.
-        exchange_buffers: what is packed for the exchange of heads.
-        kept_by_all: what the backwards of all layers of the model need.
-    """
-
-    given: Bytes
-    kept: Bytes
-    of_mlp: Bytes
-    made: Bytes
-    ring_buffers: Bytes
-    exchange_buffers: Bytes
-    kept_by_all: Bytes
+    given: Bytes  # its input
+    kept: Bytes  # what its backward needs
+    of_mlp: Bytes  # the MLP's part of that
+    made: Bytes  # what its MLP's backward makes
+    ring_buffers: Bytes  # keys and values that visit, their gradients, partial results
+    exchange_buffers: Bytes  # what is packed for the exchange of heads
+    kept_by_all: Bytes  # what the backwards of all layers of the model need
 
     def mapped(self, function: Callable[[Bytes], float]) -> LayerMemory:
         """Return numbers of one rank, each by a function of the numbers of all."""

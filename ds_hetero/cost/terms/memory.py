@@ -45,30 +45,20 @@ class MemoryParts:
     """Bytes of every rank at a moment, ``[D]``, or a number for all.
 
     Args:
-        weights: parameters that stay on the rank.
-        optimizer_state: master weights and moments.
         gradients: what they take beyond the activations that they replace; all of them with accumulation or ZeRO-3.
-        gathered: ZeRO-3's parameters that stay gathered, and at the loss those that arrive.
-        activations: per layer its input if checkpointed, else all that its backward needs.
-        layer: what one layer's backward needs, if checkpointed, and what its MLP's backward makes.
-        ring_buffers: keys and values that visit, their gradients, partial results.
-        exchange_buffers: what is packed for an exchange, and activations between stages.
-        logits: of a tile, or of all tokens.
-        bucket: gradients under way.
-        step: gradients of the rank's own part in fp32, and the optimizer's temporaries.
     """
 
-    weights: Bytes = 0.0
-    optimizer_state: Bytes = 0.0
+    weights: Bytes = 0.0  # parameters that stay on the rank
+    optimizer_state: Bytes = 0.0  # master weights and moments
     gradients: Bytes = 0.0
-    gathered: Bytes = 0.0
-    activations: Bytes = 0.0
-    layer: Bytes = 0.0
-    ring_buffers: Bytes = 0.0
-    exchange_buffers: Bytes = 0.0
-    logits: Bytes = 0.0
-    bucket: Bytes = 0.0
-    step: Bytes = 0.0
+    gathered: Bytes = 0.0  # ZeRO-3's parameters that stay gathered, and at the loss those that arrive
+    activations: Bytes = 0.0  # per layer its input if checkpointed, else all that its backward needs
+    layer: Bytes = 0.0  # what one layer's backward needs, if checkpointed, and what its MLP's backward makes
+    ring_buffers: Bytes = 0.0  # keys and values that visit, their gradients, partial results
+    exchange_buffers: Bytes = 0.0  # what is packed for an exchange, and activations between stages
+    logits: Bytes = 0.0  # of a tile, or of all tokens
+    bucket: Bytes = 0.0  # gradients under way
+    step: Bytes = 0.0  # gradients of the rank's own part in fp32, and the optimizer's temporaries
 
     def items(self) -> Iterator[tuple[str, Bytes]]:
         """Name and bytes of every part."""

@@ -176,17 +176,14 @@ class RingCoefficients:
     """One pass around the ring, every time linear in the tokens of the block; arrays are ``[B, K]``.
 
     Attributes:
-        start_s: when every group is ready for step 0.
         length: tokens of every group, which are the block's when it travels.
         slope_s, fixed_s: compute time of a group per token of the block, and per block.
         latency_s: start-up of a transfer into a group.
         kv_s, gradient_s: time of a transfer into a group per token of the block, KV and dK/dV; 0 in a forward pass.
         shared_kv_s, shared_gradient_s: least time of those transfers, set by a NIC or switch that others use as well.
-        backward: direction of the ring.
-        contiguous_causal: half of the local block, all of earlier blocks and nothing of later ones is computed.
     """
 
-    start_s: Floats
+    start_s: Floats  # when every group is ready for step 0
     length: Floats
     slope_s: Floats
     fixed_s: Floats
@@ -195,8 +192,8 @@ class RingCoefficients:
     gradient_s: Floats
     shared_kv_s: Floats
     shared_gradient_s: Floats
-    backward: bool
-    contiguous_causal: bool
+    backward: bool  # direction of the ring
+    contiguous_causal: bool  # half of the local block, all of earlier blocks and nothing of later ones is computed
 
     def take(self, rows: Ints) -> RingCoefficients:
         """The coefficients of some assignments."""

@@ -26,36 +26,22 @@ GRAINS = ((4096, 64), (0, 16))  # fragments of at least so many tokens on averag
 
 
 class DocumentPart(NamedTuple):
-    """Piece to be dealt: a document, or a node's share of it.
+    """Piece to be dealt: a document, or a node's share of it."""
 
-    Args:
-        document: its index.
-        length: tokens of the whole document, which decide what attention costs per token.
-        tokens: tokens to deal, at most ``length``.
-    """
-
-    document: int
-    length: int
-    tokens: int
+    document: int  # its index
+    length: int  # tokens of the whole document, which decide what attention costs per token
+    tokens: int  # tokens to deal, at most ``length``
 
 
 @dataclass(slots=True)
 class Bins:
-    """Bins with what they cost and what they hold so far.
+    """Bins with what they cost and what they hold so far."""
 
-    Args:
-        token_s: seconds per token outside attention, ``[bin]``.
-        square_s: seconds per token and token of its document, ``[bin]``.
-        room: tokens that still fit, ``[bin]``.
-        load_s: seconds of work so far, ``[bin]``.
-        tokens: tokens so far, ``[bin]``.
-    """
-
-    token_s: list[float]
-    square_s: list[float]
-    room: list[int]
-    load_s: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    token_s: list[float]  # seconds per token outside attention, ``[bin]``
+    square_s: list[float]  # seconds per token and token of its document, ``[bin]``
+    room: list[int]  # tokens that still fit, ``[bin]``
+    load_s: list[float] = field(default_factory=list)  # seconds of work so far, ``[bin]``
+    tokens: list[int] = field(default_factory=list)  # tokens so far, ``[bin]``
 
     def __post_init__(self) -> None:
         self.load_s = [0.0] * len(self.token_s)

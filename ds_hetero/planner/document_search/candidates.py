@@ -46,17 +46,11 @@ MOST_WORK = 3072  # units and documents, times candidates: planning takes millis
 
 @dataclass(frozen=True, slots=True)
 class PlacedLengths:
-    """Where the documents of a batch row go.
+    """Where the documents of a batch row go."""
 
-    Args:
-        pieces: units of every document, with their tokens.
-        padding: tokens outside every document that every unit takes.
-        loads: what units and nodes do, padding included.
-    """
-
-    pieces: list[Pieces]
-    padding: list[int]
-    loads: Loads
+    pieces: list[Pieces]  # units of every document, with their tokens
+    padding: list[int]  # tokens outside every document that every unit takes
+    loads: Loads  # what units and nodes do, padding included
 
     @property
     def predicted_s(self) -> float:

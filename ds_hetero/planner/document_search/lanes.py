@@ -136,15 +136,10 @@ WORTH_EXCHANGING = 0.98  # of the predicted time: less gain is not worth the wai
 
 
 class ByHeads(NamedTuple):
-    """A placement whose documents over all units exchange heads between nodes.
+    """A placement whose documents over all units exchange heads between nodes."""
 
-    Args:
-        placed: with the loads that follow.
-        heads: of every node.
-    """
-
-    placed: PlacedLengths
-    heads: tuple[int, ...]
+    placed: PlacedLengths  # with the loads that follow
+    heads: tuple[int, ...]  # of every node
 
 
 def place_by_heads(

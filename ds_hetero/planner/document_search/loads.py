@@ -156,23 +156,14 @@ def _most_tokens(cost: CalibratedCostModel, schedule: Schedule) -> tuple[int, ..
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Loads of units and nodes in one block.
+    """Loads of units and nodes in one block."""
 
-    Args:
-        tokens: of every unit.
-        linear_s: outside attention, of every unit.
-        attention_s: of every unit.
-        fragments_s: what cutting adds to that.
-        received_s: receiving keys and values and their gradients, of every unit.
-        exchange_s: exchanging heads between nodes, for which all wait.
-    """
-
-    tokens: tuple[int, ...]
-    linear_s: tuple[float, ...]
-    attention_s: tuple[float, ...]
-    fragments_s: tuple[float, ...]
-    received_s: tuple[float, ...]
-    exchange_s: float = 0.0
+    tokens: tuple[int, ...]  # of every unit
+    linear_s: tuple[float, ...]  # outside attention, of every unit
+    attention_s: tuple[float, ...]  # of every unit
+    fragments_s: tuple[float, ...]  # what cutting adds to that
+    received_s: tuple[float, ...]  # receiving keys and values and their gradients, of every unit
+    exchange_s: float = 0.0  # exchanging heads between nodes, for which all wait
 
     @property
     def compute_s(self) -> float:
@@ -277,17 +268,11 @@ def crossing_s(crossed: Sequence[int], entering: Sequence[float], costs: UnitCos
 
 @dataclass(frozen=True, slots=True)
 class KVBytes:
-    """Bytes of the keys and values of one token and one KV head.
+    """Bytes of the keys and values of one token and one KV head."""
 
-    Args:
-        forward: in all forwards of a step; twice as many where activations are recomputed.
-        backward: of the keys and values that the backward sends once more.
-        gradients: of their gradients.
-    """
-
-    forward: float
-    backward: float
-    gradients: float
+    forward: float  # in all forwards of a step; twice as many where activations are recomputed
+    backward: float  # of the keys and values that the backward sends once more
+    gradients: float  # of their gradients
 
 
 def ring_bytes(

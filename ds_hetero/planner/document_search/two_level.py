@@ -128,17 +128,11 @@ GOOD = 1.02  # over the ideal time: a placement within it is not made better
 
 
 class Effort(NamedTuple):
-    """How far a candidate goes for balance.
+    """How far a candidate goes for balance."""
 
-    Args:
-        unit_slack: share by which the budget of a unit exceeds the ideal time.
-        node_slack: the same of a node.
-        widen: rings have so many times the units that they need.
-    """
-
-    unit_slack: float
-    node_slack: float
-    widen: int = 1
+    unit_slack: float  # share by which the budget of a unit exceeds the ideal time
+    node_slack: float  # the same of a node
+    widen: int = 1  # rings have so many times the units that they need
 
 
 def two_level(

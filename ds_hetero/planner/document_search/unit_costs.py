@@ -188,15 +188,10 @@ def routed_s_per_byte(inside_s: float, between_s: float, senders: int, receivers
 
 
 class Crossing(NamedTuple):
-    """How a document that is cut over several nodes gets into them.
+    """How a document that is cut over several nodes gets into them."""
 
-    Args:
-        entering: tokens whose keys and values enter its node over a unit's link, by unit.
-        proxies: whether they travel in three hops over proxies.
-    """
-
-    entering: dict[int, float]
-    proxies: bool
+    entering: dict[int, float]  # tokens whose keys and values enter its node over a unit's link, by unit
+    proxies: bool  # whether they travel in three hops over proxies
 
 
 def crossing_of(ring: Pieces, costs: UnitCosts) -> Crossing:

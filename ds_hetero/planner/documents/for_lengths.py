@@ -34,17 +34,11 @@ BINS = ((64, KIB), *((KIB << i, KIB << (i + 1)) for i in range(8)))  # <1K, 1-2K
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthDistribution:
-    """Shares of documents by length.
+    """Shares of documents by length."""
 
-    Args:
-        name: for people.
-        bins: ``(least, most)`` tokens of every bin.
-        shares: of documents, by bin; they need not sum to 1.
-    """
-
-    name: str
-    bins: tuple[tuple[int, int], ...]
-    shares: tuple[float, ...]
+    name: str  # for people
+    bins: tuple[tuple[int, int], ...]  # ``(least, most)`` tokens of every bin
+    shares: tuple[float, ...]  # of documents, by bin; they need not sum to 1
 
     @classmethod
     def of_lengths(cls, name: str, lengths: Sequence[int]) -> LengthDistribution:
@@ -80,23 +74,14 @@ SAME = 1.001  # a candidate that is not faster by more than this loses to one be
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthsCandidate:
-    """A schedule under batches of documents.
+    """A schedule under batches of documents."""
 
-    Args:
-        name: what it is, for people.
-        schedule: its units.
-        block_s: mean predicted time of a block with documents placed; None where a batch does not fit.
-        stream_s: the same if batches are cut by their length alone; None where a batch does not fit.
-        ideal_s: mean time of a block at perfect balance with free communication.
-        reason: why ``block_s`` is None.
-    """
-
-    name: str
-    schedule: Schedule
-    block_s: float | None
-    stream_s: float | None
-    ideal_s: float
-    reason: str | None = None
+    name: str  # what it is, for people
+    schedule: Schedule  # its units
+    block_s: float | None  # mean predicted time of a block with documents placed; None where a batch does not fit
+    stream_s: float | None  # the same if batches are cut by their length alone; None where a batch does not fit
+    ideal_s: float  # mean time of a block at perfect balance with free communication
+    reason: str | None = None  # why ``block_s`` is None
 
     def to_dict(self) -> JsonDict:
         """Plain data for JSON, without the schedule."""
@@ -106,17 +91,11 @@ class LengthsCandidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedForLengths:
-    """The best schedule for batches of documents.
+    """The best schedule for batches of documents."""
 
-    Args:
-        best: the fastest candidate that fits.
-        candidates: all of them, in the order in which they were tried.
-        batches: batches that they were judged by.
-    """
-
-    best: LengthsCandidate
-    candidates: tuple[LengthsCandidate, ...]
-    batches: int
+    best: LengthsCandidate  # the fastest candidate that fits
+    candidates: tuple[LengthsCandidate, ...]  # all of them, in the order in which they were tried
+    batches: int  # batches that they were judged by
 
 
 def plan_for_lengths(cost: CalibratedCostModel, batches: Sequence[Sequence[int]]) -> PlannedForLengths:

@@ -29,13 +29,11 @@ class DocumentPlacer:
     Batches whose documents are not known, or whose rows have different ones, are cut by their length alone.
 
     Args:
-        costs: of the units of the schedule that batches are placed for.
-        min_cut_tokens: shorter documents are never cut.
         planner: a published planner of documents that takes the place of ours, and knows no ``min_cut_tokens``.
     """
 
-    costs: UnitCosts
-    min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS
+    costs: UnitCosts  # of the units of the schedule that batches are placed for
+    min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS  # shorter documents are never cut
     planner: str | None = None
 
     def __call__(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:

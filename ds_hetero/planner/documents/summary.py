@@ -33,21 +33,16 @@ class DocumentsReport:
     """One batch row, placed.
 
     Args:
-        placement: of the row.
-        documents: intervals of the row.
-        costs: of the schedule's units.
-        loads: what units and nodes do.
-        ideal_s: time of a block at perfect balance with free communication.
         others_s: predicted time of a block under other ways to place the row; None where one is not possible.
         bytes_by_link: what the ranks send of keys, values and their gradients in one block, by
             `ds_hetero.planner.document_search.placement_loads.LINK_KINDS`.
     """
 
-    placement: Placement
-    documents: tuple[Range, ...]
-    costs: UnitCosts
-    loads: Loads
-    ideal_s: float
+    placement: Placement  # of the row
+    documents: tuple[Range, ...]  # intervals of the row
+    costs: UnitCosts  # of the schedule's units
+    loads: Loads  # what units and nodes do
+    ideal_s: float  # time of a block at perfect balance with free communication
     others_s: dict[str, float | None]
     bytes_by_link: dict[str, float]
 

@@ -27,29 +27,20 @@ class Stack:
     """Bytes of one rank at its peak, from the bottom up, and what its card has.
 
     Args:
-        rank: whose they are.
-        device: name of its card.
-        weights: parameters that stay on the rank.
-        gradients: what they take beyond the activations that they replace; all of them with accumulation.
-        optimizer_state: master weights and moments.
         activations: kept for the backward, and what the backward of one layer needs beside them; 0 where the peak is in
             the optimizer's step.
-        logits: of the head, and what the loss makes of them; 0 where the peak is not at the loss.
-        buffers: gathered parameters, visiting keys and values, packed exchanges, gradients under way or in fp32.
-        reserve: what no tensor gets: the driver's context, communication buffers, and what lies between tensors.
-        card: memory of the card.
     """
 
-    rank: int
-    device: str
-    weights: float
-    gradients: float
-    optimizer_state: float
+    rank: int  # whose they are
+    device: str  # name of its card
+    weights: float  # parameters that stay on the rank
+    gradients: float  # what they take beyond the activations that they replace; all of them with accumulation
+    optimizer_state: float  # master weights and moments
     activations: float
-    logits: float
-    buffers: float
-    reserve: float
-    card: float
+    logits: float  # of the head, and what the loss makes of them; 0 where the peak is not at the loss
+    buffers: float  # gathered parameters, visiting keys and values, packed exchanges, gradients under way or in fp32
+    reserve: float  # what no tensor gets: the driver's context, communication buffers, and what lies between tensors
+    card: float  # memory of the card
 
     @property
     def total(self) -> float:
@@ -101,17 +92,11 @@ def stacks(cost: CostModel, schedule: Schedule) -> tuple[Stack, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Changes, and the training after them.
+    """Changes, and the training after them."""
 
-    Args:
-        changes: to make together.
-        after: what they come to; None where there is no such training.
-        why_not: the reason for it.
-    """
-
-    changes: tuple[Change, ...]
-    after: Changed | None
-    why_not: str | None = None
+    changes: tuple[Change, ...]  # to make together
+    after: Changed | None  # what they come to; None where there is no such training
+    why_not: str | None = None  # the reason for it
 
     @classmethod
     def of(cls, fitted: Fitted, source: str | Schedule, changes: tuple[Change, ...]) -> Advice:

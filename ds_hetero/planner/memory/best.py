@@ -87,17 +87,11 @@ LONGEST = 2**24  # tokens; beyond, nobody asks
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A schedule, its cost model and its prediction.
+    """A schedule, its cost model and its prediction."""
 
-    Args:
-        cost: bound to cluster, model and workload.
-        schedule: of the fastest that fits, or of the nearest to fitting.
-        prediction: of the schedule; says whether it fits.
-    """
-
-    cost: CostModel
-    schedule: Schedule
-    prediction: Prediction
+    cost: CostModel  # bound to cluster, model and workload
+    schedule: Schedule  # of the fastest that fits, or of the nearest to fitting
+    prediction: Prediction  # of the schedule; says whether it fits
 
     @property
     def fits(self) -> bool:

@@ -30,13 +30,9 @@ SMALL_BUCKET = 50_000_000  # elements; a tenth of DeepSpeed's, and still long en
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A training after changes.
+    """A training after changes."""
 
-    Args:
-        fitted: its schedule and prediction.
-    """
-
-    fitted: Fitted
+    fitted: Fitted  # its schedule and prediction
 
     @property
     def iteration_s(self) -> float:
@@ -49,18 +45,14 @@ class Change:
     """One way to need less memory.
 
     Args:
-        name: for people and for JSON.
-        how: what to write where.
         applies: whether it would change a workload that is planned by a source.
-        workload: the workload after it; the same where it changes something else.
-        trains_less: other weights learn, which is a change of the result.
     """
 
-    name: str
-    how: str
+    name: str  # for people and for JSON
+    how: str  # what to write where
     applies: Callable[[Workload, str | Schedule], bool]
-    workload: Callable[[Workload], Workload]
-    trains_less: bool = False
+    workload: Callable[[Workload], Workload]  # the workload after it; the same where it changes something else
+    trains_less: bool = False  # other weights learn, which is a change of the result
 
 
 def _stage(stage: int) -> Change:

@@ -29,25 +29,15 @@ POLISHED = (4, 128)  # micro-batches for which single layers are moved
 
 @dataclass(frozen=True, slots=True)
 class LayerCut:
-    """Layers of every stage, and the time that follows: see `PipelineTimes`.
+    """Layers of every stage, and the time that follows: see `PipelineTimes`."""
 
-    Args:
-        layers: by stage.
-        fill_s: what m micro-batches take besides m - 1 periods.
-        period_s: between two micro-batches.
-        latency_s: of a single micro-batch.
-        forward_s: of a micro-batch, by stage.
-        backward_s: likewise.
-        hop_s: between neighbours, one direction.
-    """
-
-    layers: tuple[int, ...]
-    fill_s: float
-    period_s: float
-    latency_s: float
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    hop_s: tuple[float, ...]
+    layers: tuple[int, ...]  # by stage
+    fill_s: float  # what m micro-batches take besides m - 1 periods
+    period_s: float  # between two micro-batches
+    latency_s: float  # of a single micro-batch
+    forward_s: tuple[float, ...]  # of a micro-batch, by stage
+    backward_s: tuple[float, ...]  # likewise
+    hop_s: tuple[float, ...]  # between neighbours, one direction
 
     def time_s(self, micro_batches: float) -> float:
         """Closed form for ``micro_batches`` micro-batches."""

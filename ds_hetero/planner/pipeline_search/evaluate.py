@@ -24,38 +24,23 @@ ACTION_S = 2.5e-6  # what the last word takes for a forward and a backward
 
 
 class Shape(NamedTuple):
-    """A pipeline before its layers and micro-batches are chosen.
+    """A pipeline before its layers and micro-batches are chosen."""
 
-    Args:
-        blocks: of the stages, first to last.
-        micro_batch_size: samples of a micro-batch.
-    """
-
-    blocks: tuple[DeviceBlock, ...]
-    micro_batch_size: int
+    blocks: tuple[DeviceBlock, ...]  # of the stages, first to last
+    micro_batch_size: int  # samples of a micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class PlanCandidate:
-    """A plan as the search sees it.
+    """A plan as the search sees it."""
 
-    Args:
-        shapes: its pipelines.
-        cuts: their layers.
-        micro_batches: of every pipeline.
-        pipelines_s: the slowest pipeline.
-        sync: of gradients and parameters after it.
-        step_s: of the whole step.
-        value: what the objective says; less is better.
-    """
-
-    shapes: tuple[Shape, ...]
-    cuts: tuple[LayerCut, ...]
-    micro_batches: tuple[int, ...]
-    pipelines_s: float
-    sync: SyncTimes
-    step_s: float
-    value: float
+    shapes: tuple[Shape, ...]  # its pipelines
+    cuts: tuple[LayerCut, ...]  # their layers
+    micro_batches: tuple[int, ...]  # of every pipeline
+    pipelines_s: float  # the slowest pipeline
+    sync: SyncTimes  # of gradients and parameters after it
+    step_s: float  # of the whole step
+    value: float  # what the objective says; less is better
 
     @property
     def gradients_s(self) -> float:

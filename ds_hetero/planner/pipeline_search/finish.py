@@ -23,19 +23,12 @@ ENDS_LAST = 0.9  # of the slowest pipeline's time, from which on a pipeline may 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A candidate with everything that its execution needs.
+    """A candidate with everything that its execution needs."""
 
-    Args:
-        candidate: by the last word of the cost model.
-        in_flight: by pipeline and stage.
-        pipeline_s: of every pipeline.
-        step_s: of the whole step.
-    """
-
-    candidate: PlanCandidate
-    in_flight: tuple[tuple[int, ...], ...]
-    pipeline_s: tuple[float, ...]
-    step_s: float
+    candidate: PlanCandidate  # by the last word of the cost model
+    in_flight: tuple[tuple[int, ...], ...]  # by pipeline and stage
+    pipeline_s: tuple[float, ...]  # of every pipeline
+    step_s: float  # of the whole step
 
     @property
     def pipelines_s(self) -> float:

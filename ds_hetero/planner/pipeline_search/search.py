@@ -109,23 +109,14 @@ def default_effort_s(num_ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Result of a search.
+    """Result of a search."""
 
-    Args:
-        best: by the last word of the cost model.
-        first: the best start.
-        others: plans of other shapes that came close, best first, by the last word.
-        closed_form_value: the least value by the closed form, which the search makes small.
-        num_evaluated: plans looked at.
-        interrupted: it was stopped before its effort was spent.
-    """
-
-    best: PlanCandidate
-    first: PlanCandidate
-    others: tuple[PlanCandidate, ...]
-    closed_form_value: float
-    num_evaluated: int
-    interrupted: bool
+    best: PlanCandidate  # by the last word of the cost model
+    first: PlanCandidate  # the best start
+    others: tuple[PlanCandidate, ...]  # plans of other shapes that came close, best first, by the last word
+    closed_form_value: float  # the least value by the closed form, which the search makes small
+    num_evaluated: int  # plans looked at
+    interrupted: bool  # it was stopped before its effort was spent
 
 
 class Search:

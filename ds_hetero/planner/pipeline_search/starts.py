@@ -149,17 +149,11 @@ def uniform_grids(costs: StageCosts, samples: int, sizes: Sequence[int]) -> Iter
 
 
 class GivenLayers(NamedTuple):
-    """A plan that fits, before its last word.
+    """A plan that fits, before its last word."""
 
-    Args:
-        pipelines: with their layers and batches.
-        cuts: the times that follow, by pipeline.
-        least_value: what no judgement undercuts.
-    """
-
-    pipelines: tuple[PlacedPipeline, ...]
-    cuts: tuple[LayerCut, ...]
-    least_value: float
+    pipelines: tuple[PlacedPipeline, ...]  # with their layers and batches
+    cuts: tuple[LayerCut, ...]  # the times that follow, by pipeline
+    least_value: float  # what no judgement undercuts
 
     @classmethod
     def of(cls, costs: StageCosts, objective: Objective, pipelines: Sequence[PlacedPipeline]) -> GivenLayers | None:

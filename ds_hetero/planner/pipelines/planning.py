@@ -42,15 +42,10 @@ _Found = tuple[StageCosts, SearchResult]
 
 
 class _Begun(NamedTuple):
-    """A cost model, and other planners' plans under it.
+    """A cost model, and other planners' plans under it."""
 
-    Args:
-        costs: the model.
-        others: best first.
-    """
-
-    costs: StageCosts
-    others: tuple[PlanCandidate, ...]
+    costs: StageCosts  # the model
+    others: tuple[PlanCandidate, ...]  # best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +153,12 @@ def plan_pipelines(
 
 
 class _Searched(NamedTuple):
-    """Result of a search.
+    """Result of a search."""
 
-    Args:
-        finalists: that may win.
-        interrupted: by the user.
-        num_evaluated: plans looked at.
-        reasons: what the reader should know of the search.
-    """
-
-    finalists: list[_Finalist]
-    interrupted: bool
-    num_evaluated: int
-    reasons: tuple[str, ...]
+    finalists: list[_Finalist]  # that may win
+    interrupted: bool  # by the user
+    num_evaluated: int  # plans looked at
+    reasons: tuple[str, ...]  # what the reader should know of the search
 
 
 def _searched(

@@ -44,22 +44,16 @@ class Replanned:
     """A new plan for the devices that are left.
 
     Args:
-        plan: in new ranks.
-        finished: the same as the search sees it.
-        rank_before: old rank of every new one; None for added devices.
-        first_s: step of the plan that was there first.
-        first_after_s: time until it was there.
-        search_s: time in all.
         moved_bytes: model states that ranks must fetch, by the link they come over; ``checkpoint`` where every rank
             that held them is lost.
     """
 
-    plan: Plan
-    finished: Finished
-    rank_before: tuple[int | None, ...]
-    first_s: float
-    first_after_s: float
-    search_s: float
+    plan: Plan  # in new ranks
+    finished: Finished  # the same as the search sees it
+    rank_before: tuple[int | None, ...]  # old rank of every new one; None for added devices
+    first_s: float  # step of the plan that was there first
+    first_after_s: float  # time until it was there
+    search_s: float  # time in all
     moved_bytes: dict[str, float]
 
     def to_dict(self) -> JsonDict:
@@ -190,15 +184,10 @@ def _old_shapes(plan: Plan, pools: Pools, survivors: Sequence[int]) -> tuple[lis
 
 
 class _Old(NamedTuple):
-    """Remains of an old pipeline.
+    """Remains of an old pipeline."""
 
-    Args:
-        shape: its blocks.
-        layers: of every stage; empty where it lost devices.
-    """
-
-    shape: Shape
-    layers: tuple[int, ...]
+    shape: Shape  # its blocks
+    layers: tuple[int, ...]  # of every stage; empty where it lost devices
 
 
 def _old_layers(costs: StageCosts, pipelines: Sequence[_Old]) -> LayerCuts:

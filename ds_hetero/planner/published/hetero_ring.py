@@ -130,17 +130,11 @@ def lut_tokens(table: ProfileTable, speeds: Sequence[float], seq_len: int) -> li
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formula:
-    """Normalized performance as a polynomial of degree 2 in (length / longest, speed).
+    """Normalized performance as a polynomial of degree 2 in (length / longest, speed)."""
 
-    Args:
-        coefficients: of 1, x, s, x^2, x s, s^2.
-        longest: the length that lengths are divided by.
-        r_squared: share of the table's variance that the polynomial explains.
-    """
-
-    coefficients: tuple[float, ...]
-    longest: int
-    r_squared: float
+    coefficients: tuple[float, ...]  # of 1, x, s, x^2, x s, s^2
+    longest: int  # the length that lengths are divided by
+    r_squared: float  # share of the table's variance that the polynomial explains
 
     def performance(self, length: int, speed: float) -> float:
         """Predicted speed relative to the fastest device; never below one hundredth, so that every rank gets work."""

@@ -33,17 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileTable:
-    """Time of self-attention by length and speed setting.
+    """Time of self-attention by length and speed setting."""
 
-    Args:
-        lengths: tokens, ascending.
-        speeds: relative to the fastest, ascending; the last is 1.
-        seconds: ``seconds[i][j]`` for ``lengths[i]`` at ``speeds[j]``.
-    """
-
-    lengths: tuple[int, ...]
-    speeds: tuple[float, ...]
-    seconds: tuple[tuple[float, ...], ...]
+    lengths: tuple[int, ...]  # tokens, ascending
+    speeds: tuple[float, ...]  # relative to the fastest, ascending; the last is 1
+    seconds: tuple[tuple[float, ...], ...]  # ``seconds[i][j]`` for ``lengths[i]`` at ``speeds[j]``
 
     def __post_init__(self) -> None:
         for name, values in (("lengths", self.lengths), ("speeds", self.speeds)):

@@ -31,17 +31,11 @@ CAPACITY_OVER_MEAN = 2.0
 
 
 class DocumentRing(NamedTuple):
-    """A document and the units that share it evenly.
+    """A document and the units that share it evenly."""
 
-    Args:
-        document: its index.
-        zone: ``"cluster"``, ``"node"`` or ``"local"``.
-        units: in the order of the ring.
-    """
-
-    document: int
-    zone: str
-    units: tuple[int, ...]
+    document: int  # its index
+    zone: str  # ``"cluster"``, ``"node"`` or ``"local"``
+    units: tuple[int, ...]  # in the order of the ring
 
 
 class _Fragment(NamedTuple):

@@ -74,24 +74,17 @@ class Observation:
     """Means and medians over the steps since the last observation; tuples are by rank in ascending order.
 
     Args:
-        attention_flops: attention work of the rank in a step.
-        tokens: tokens of the rank in a step.
-        attention_s_per_flop: measured cost of attention; None where the rank had none.
         model_s_per_token: measured cost of the rest of forward and backward; None where the rank had no tokens.
-        error: relative standard error of `own_s`.
-        growth: factor by which the work of the rank may grow before its memory is full.
-        step_s: duration of a step.
-        length: tokens of a typical sequence.
     """
 
-    attention_flops: tuple[float, ...]
-    tokens: tuple[float, ...]
-    attention_s_per_flop: tuple[float | None, ...]
+    attention_flops: tuple[float, ...]  # attention work of the rank in a step
+    tokens: tuple[float, ...]  # tokens of the rank in a step
+    attention_s_per_flop: tuple[float | None, ...]  # measured cost of attention; None where the rank had none
     model_s_per_token: tuple[float | None, ...]
-    error: tuple[float, ...]
-    growth: tuple[float, ...]
-    step_s: float
-    length: int
+    error: tuple[float, ...]  # relative standard error of `own_s`
+    growth: tuple[float, ...]  # factor by which the work of the rank may grow before its memory is full
+    step_s: float  # duration of a step
+    length: int  # tokens of a typical sequence
 
     @property
     def own_s(self) -> tuple[float, ...]:
@@ -140,15 +133,10 @@ class GainEstimate(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProposedChange:
-    """A change of schedule.
+    """A change of schedule."""
 
-    Args:
-        schedule: the new one.
-        gain: the share of a step's time that it is predicted to save.
-    """
-
-    schedule: Schedule
-    gain: float
+    schedule: Schedule  # the new one
+    gain: float  # the share of a step's time that it is predicted to save
 
 
 class Policy:

@@ -18,38 +18,23 @@ LEAST_GAIN = 1e-6  # of the time, for which a layer moves
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpeed:
-    """Seconds of a stage for a micro-batch.
+    """Seconds of a stage for a micro-batch."""
 
-    Args:
-        forward_s: of one layer.
-        backward_s: of one layer.
-        other_forward_s: outside the layers.
-        other_backward_s: outside the layers.
-        most_layers: that its memory can hold.
-    """
-
-    forward_s: float
-    backward_s: float
-    other_forward_s: float
-    other_backward_s: float
-    most_layers: int
+    forward_s: float  # of one layer
+    backward_s: float  # of one layer
+    other_forward_s: float  # outside the layers
+    other_backward_s: float  # outside the layers
+    most_layers: int  # that its memory can hold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSpeeds:
-    """Measured seconds of a pipeline.
+    """Measured seconds of a pipeline."""
 
-    Args:
-        stages: first to last.
-        hop_s: between neighbours, one direction.
-        micro_batches: of a step.
-        in_flight: by stage.
-    """
-
-    stages: tuple[StageSpeed, ...]
-    hop_s: tuple[float, ...]
-    micro_batches: int
-    in_flight: tuple[int, ...]
+    stages: tuple[StageSpeed, ...]  # first to last
+    hop_s: tuple[float, ...]  # between neighbours, one direction
+    micro_batches: int  # of a step
+    in_flight: tuple[int, ...]  # by stage
 
 
 def pipeline_s(speeds: PipelineSpeeds, layers: Sequence[int]) -> float:

@@ -28,13 +28,9 @@ FEW_RANKS = 8  # ranks up to which a few starts are refined with more evaluation
 
 @dataclass(slots=True)
 class EvaluationBudget:
-    """Evaluations that may still be made.
+    """Evaluations that may still be made."""
 
-    Args:
-        left_s: estimated seconds.
-    """
-
-    left_s: float
+    left_s: float  # estimated seconds
 
     @classmethod
     def for_ranks(cls, num_ranks: int) -> EvaluationBudget:

@@ -24,17 +24,11 @@ FIRST_ROWS, MORE_ROWS = 32, 8  # whose memory is looked at first, and how many t
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A point of the search space and its value.
+    """A point of the search space and its value."""
 
-    Args:
-        time_s: the cost model's time of one block, with a layer's share of the loss.
-        groups: canonical ranks of every group, in ring order.
-        tokens: by canonical rank, summing to seq_len; heads: by canonical rank.
-    """
-
-    time_s: float
-    groups: tuple[Ints, ...]
-    tokens: Floats
+    time_s: float  # the cost model's time of one block, with a layer's share of the loss
+    groups: tuple[Ints, ...]  # canonical ranks of every group, in ring order
+    tokens: Floats  # by canonical rank, summing to seq_len; heads: by canonical rank
     heads: Ints
 
 
@@ -43,29 +37,21 @@ class Tried:
     """Moves from one assignment that were all evaluated, and none of which was better.
 
     Args:
-        rows_of_step: moves, by size of the step.
         rows_of_heads: moves of heads, which are the same for every step; None if they are not tried yet.
     """
 
-    rows_of_step: dict[float, int] = field(default_factory=dict)
+    rows_of_step: dict[float, int] = field(default_factory=dict)  # moves, by size of the step
     rows_of_heads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One cost model bound to a canonical cluster, and the numbers that closed forms need.
+    """One cost model bound to a canonical cluster, and the numbers that closed forms need."""
 
-    Args:
-        cost: the objective; its ranks are canonical.
-        token_unit: tokens are handed out in multiples of this.
-        head_units: allowed granularities of head cuts, in query heads.
-        zigzag: layout of the positions when there is more than one group.
-    """
-
-    cost: CostModel
-    token_unit: int
-    head_units: tuple[int, ...]
-    zigzag: bool
+    cost: CostModel  # the objective; its ranks are canonical
+    token_unit: int  # tokens are handed out in multiples of this
+    head_units: tuple[int, ...]  # allowed granularities of head cuts, in query heads
+    zigzag: bool  # layout of the positions when there is more than one group
 
     @property
     def num_ranks(self) -> int:

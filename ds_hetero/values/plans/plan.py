@@ -17,12 +17,6 @@ would read them; they are cut into one run of samples per pipeline, in order, an
 Files of version 1, a schedule or a list of replicas, are plans of one-stage pipelines (`read_plan`).
 
 Plain data; nothing here imports torch.
-
-The samples of an optimizer step, shared by pipelines that take different batches.
-
-A step uses the next G samples of the order in which one process would read them, G being the sum over the pipelines of
-micro_batch_size x micro_batches. They are cut into one run of samples per pipeline, in order, and each run into that
-pipeline's micro-batches. Plain integers; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -32,81 +26,25 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
-from ds_hetero.common.reading import MAX_BATCH, JsonDict, JsonObject, is_whole, shortened, whole_rule
-from ds_hetero.errors import PlanError, ScheduleError
-from ds_hetero.values.plans.checks import check_plan
+from ds_hetero.common.reading import (
+    MAX_BATCH,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_RANKS,
+    MAX_SEQ_LEN,
+    JsonDict,
+    JsonObject,
+    is_weight,
+    is_whole,
+    shortened,
+    whole_rule,
+)
+from ds_hetero.errors import PlanError
+from ds_hetero.values.plans.batches import BatchSplit
 from ds_hetero.values.schedule import Schedule
-from ds_hetero.values.splits import Split, share
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchSplit:
-    """How the samples of an optimizer step are shared by pipelines that take different batches.
-
-    Args:
-        micro_batch_sizes: samples of a micro-batch, by pipeline.
-        micro_batches: micro-batches per optimizer step, by pipeline.
-
-    Raises:
-        ScheduleError: not one whole number >= 1 of each per pipeline.
-    """
-
-    micro_batch_sizes: tuple[int, ...]
-    micro_batches: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.micro_batch_sizes) != len(self.micro_batches):
-            raise ScheduleError(
-                f"micro_batch_sizes {self.micro_batch_sizes} and micro_batches {self.micro_batches} need one entry per "
-                "replica."
-            )
-        for name, values in (
-            ("micro_batch_size", self.micro_batch_sizes),
-            ("micro_batches", self.micro_batches),
-        ):
-            for i, value in enumerate(values):
-                if not is_whole(value, 1, MAX_BATCH):
-                    rule = whole_rule(value, 1, MAX_BATCH)
-                    raise ScheduleError(f"replicas[{i}].{name} must be {rule}, got {shortened(value)}.")
-
-    @property
-    def samples_of(self) -> tuple[int, ...]:
-        """Samples per optimizer step, by pipeline."""
-        return tuple(size * count for size, count in zip(self.micro_batch_sizes, self.micro_batches, strict=True))
-
-    @property
-    def samples(self) -> int:
-        """The global batch: samples per optimizer step of all pipelines."""
-        return sum(self.samples_of)
-
-    @property
-    def micro_steps(self) -> int:
-        """Forwards and backwards per optimizer step on every rank of a job of replicas.
-
-        That of the replica with the most micro-batches. The others fill up with batches in which no label counts,
-        since ZeRO-2 and 3 communicate over all ranks in each.
-        """
-        return max(self.micro_batches)
-
-    def micro_batches_of(self, pipeline: int, samples: int) -> list[tuple[int, int]]:
-        """Return a pipeline's micro-batches ``[start, stop)`` among the first ``samples`` samples of a step.
-
-        The last step of an epoch may have fewer samples than `samples`; they are shared in the same proportions, so
-        that no pipeline gets more than it has room for.
-
-        Args:
-            pipeline: its index.
-            samples: samples of the step, at most `samples`.
-        """
-        start, stop = Split(share(samples, self.samples_of)).ranges[pipeline]
-        size = self.micro_batch_sizes[pipeline]
-        return [(first, min(first + size, stop)) for first in range(start, stop, size)]
-
-    def __str__(self) -> str:
-        parts = [f"{size} x {count}" for size, count in zip(self.micro_batch_sizes, self.micro_batches, strict=True)]
-        return f"{' + '.join(parts)} = {self.samples} samples"
-
 
 VERSION = 2
 
@@ -115,17 +53,11 @@ _BATCH_KEYS = ("micro_batch_size", "micro_batches")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedModel:
-    """The numbers of a model that a plan depends on.
+    """The numbers of a model that a plan depends on."""
 
-    Args:
-        num_layers: decoder layers.
-        num_heads: query heads.
-        num_kv_heads: key/value heads.
-    """
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    num_layers: int  # decoder layers
+    num_heads: int  # query heads
+    num_kv_heads: int  # key/value heads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,11 +65,10 @@ class ZeroOwners:
     """Who owns the optimizer state.
 
     Args:
-        stage: ZeRO stage.
         owner_weights: (rank, weight) pairs, ascending by rank; empty if all ranks own alike.
     """
 
-    stage: int
+    stage: int  # ZeRO stage
     owner_weights: tuple[tuple[int, float], ...] = ()
 
 
@@ -364,3 +295,132 @@ def _stage_to_dict(stage: Stage) -> JsonDict:
     if stage.in_flight is not None:
         content["in_flight"] = stage.in_flight
     return content
+
+
+INNER = ("one", "tensor", "sequence")
+"""How the ranks of a stage share its work: a single rank; tensor parallelism; a schedule of sequence parallelism."""
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse a plan that is not consistent.
+
+    Raises:
+        PlanError: the message names the field, its values and the rule.
+    """
+    if not plan.pipelines:
+        raise PlanError("pipelines is empty; a plan has at least one pipeline.")
+    if plan.model is not None:
+        _check_model(plan.model)
+    if plan.seq_len is not None:
+        _expect_whole("seq_len", plan.seq_len, MAX_SEQ_LEN)
+    for i, pipeline in enumerate(plan.pipelines):
+        _check_pipeline(f"pipelines[{i}]", pipeline, plan.model)
+    ranks = plan.ranks
+    if len(set(ranks)) < len(ranks):
+        twice = sorted({rank for rank, following in pairwise(ranks) if rank == following})
+        raise PlanError(f"ranks {twice} are in more than one stage; a rank has one place at most.")
+    given = [
+        getattr(pipeline, key) is not None
+        for pipeline in plan.pipelines
+        for key in ("micro_batch_size", "micro_batches")
+    ]
+    if any(given) and not all(given):
+        raise PlanError("micro_batch_size and micro_batches must be given for every pipeline, or for none.")
+    if plan.zero is not None:
+        _check_zero(plan.zero, set(ranks), any(len(pipeline.stages) > 1 for pipeline in plan.pipelines))
+
+
+def _check_model(model: PlannedModel) -> None:
+    for name, most in (("num_layers", MAX_LAYERS), ("num_heads", MAX_HEADS), ("num_kv_heads", MAX_HEADS)):
+        _expect_whole(f"model.{name}", getattr(model, name), most)
+    if model.num_heads % model.num_kv_heads:
+        raise PlanError(f"model.num_heads={model.num_heads} is not a multiple of num_kv_heads={model.num_kv_heads}.")
+
+
+def _check_pipeline(where: str, pipeline: Pipeline, model: PlannedModel | None) -> None:
+    if not pipeline.stages:
+        raise PlanError(f"{where}.stages is empty; a pipeline has at least one stage.")
+    for key in ("micro_batch_size", "micro_batches"):
+        if getattr(pipeline, key) is not None:
+            _expect_whole(f"{where}.{key}", getattr(pipeline, key), MAX_BATCH)
+    for j, stage in enumerate(pipeline.stages):
+        _check_stage(f"{where}.stages[{j}]", stage, model)
+    _check_layers(where, pipeline, model)
+
+
+def _check_stage(where: str, stage: Stage, model: PlannedModel | None) -> None:
+    if not stage.ranks or len(set(stage.ranks)) < len(stage.ranks):
+        raise PlanError(f"{where}.ranks must name at least one rank, each once, got {shortened(list(stage.ranks))}.")
+    if not all(is_whole(rank, 0, MAX_RANKS) for rank in stage.ranks):
+        raise PlanError(f"{where}.ranks must be whole numbers >= 0, got {shortened(list(stage.ranks))}.")
+    if stage.inner not in INNER:
+        raise PlanError(f"{where}.inner {shortened(stage.inner)} is unknown; it is one of {', '.join(INNER)}.")
+    if stage.inner == "one" and len(stage.ranks) > 1:
+        raise PlanError(
+            f'{where} has {len(stage.ranks)} ranks {shortened(list(stage.ranks))}, but "inner" is "one". Say how they '
+            'share the work: "tensor", or "sequence" with a schedule.'
+        )
+    if (stage.inner == "sequence") != (stage.schedule is not None):
+        raise PlanError(f'{where}: a "sequence" stage has a schedule, and no other stage has one.')
+    if stage.schedule is not None and sorted(stage.ranks) != list(stage.schedule.ranks):
+        of_schedule, of_stage = shortened(list(stage.schedule.ranks)), shortened(list(stage.ranks))
+        raise PlanError(f"{where}.schedule is of ranks {of_schedule}, the stage of {of_stage}.")
+    if stage.in_flight is not None:
+        _expect_whole(f"{where}.in_flight", stage.in_flight, MAX_BATCH)
+    if model is not None:
+        _check_heads(where, stage, model)
+
+
+def _check_heads(where: str, stage: Stage, model: PlannedModel) -> None:
+    if stage.inner == "tensor" and model.num_heads % len(stage.ranks):
+        raise PlanError(
+            f"{where} cuts {model.num_heads} heads over {len(stage.ranks)} ranks; a tensor-parallel degree divides the "
+            "heads."
+        )
+    schedule = stage.schedule
+    if schedule is None:
+        return
+    if (schedule.num_heads, schedule.num_kv_heads) != (model.num_heads, model.num_kv_heads):
+        raise PlanError(
+            f"{where}.schedule is for {schedule.num_heads} heads and {schedule.num_kv_heads} KV heads, the model of "
+            f"the plan has {model.num_heads} and {model.num_kv_heads}."
+        )
+
+
+def _check_layers(where: str, pipeline: Pipeline, model: PlannedModel | None) -> None:
+    layers = [stage.layers for stage in pipeline.stages]
+    if layers == [None]:
+        return
+    if model is None:
+        raise PlanError(f"{where} says which layers its stages hold, so the plan must have model.num_layers.")
+    cuts = [0, *(interval[1] for interval in layers if interval is not None)]
+    consecutive = [(start, stop) for start, stop in pairwise(cuts)]
+    if layers != consecutive or cuts[-1] != model.num_layers or any(start >= stop for start, stop in consecutive):
+        shown = [None if interval is None else list(interval) for interval in layers]
+        raise PlanError(
+            f"{where}: the stages hold layers {shortened(shown)}; they must be consecutive, of at least one layer "
+            f"each, and cover [0, {model.num_layers}) once."
+        )
+
+
+def _check_zero(zero: ZeroOwners, ranks: set[int], has_stages: bool) -> None:
+    if not is_whole(zero.stage, 0, 3):
+        raise PlanError(f"zero.stage must be 0, 1, 2 or 3, got {shortened(zero.stage)}.")
+    if zero.stage == 3 and has_stages:
+        raise PlanError(
+            "zero.stage 3 does not work with pipelines of several stages, whose ranks hold their layers whole. "
+            "Use 1 or 2."
+        )
+    for rank, weight in zero.owner_weights:
+        if rank not in ranks or not is_weight(weight):
+            raise PlanError(
+                f"zero.owner_weights gives rank {rank} the weight {shortened(weight)}; it takes finite weights >= 0 of "
+                "ranks that have a place in the plan."
+            )
+    if zero.owner_weights and not any(weight for _, weight in zero.owner_weights):
+        raise PlanError("zero.owner_weights are all zero; somebody must own the optimizer state.")
+
+
+def _expect_whole(where: str, value: Any, most: int) -> None:
+    if not is_whole(value, 1, most):
+        raise PlanError(f"{where} must be {whole_rule(value, 1, most)}, got {shortened(value)}.")

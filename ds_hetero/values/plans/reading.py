@@ -8,7 +8,8 @@ from typing import Any
 
 from ds_hetero.common.reading import MAX_LAYERS, MAX_RANKS, JsonObject, check_content, is_whole, shortened
 from ds_hetero.errors import PlanError, ScheduleError
-from ds_hetero.values.plans.plan import VERSION, BatchSplit, Pipeline, Plan, PlannedModel, Stage, ZeroOwners
+from ds_hetero.values.plans.batches import BatchSplit
+from ds_hetero.values.plans.plan import VERSION, Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 from ds_hetero.values.schedule import Schedule, schedules_for_world
 
 SCENARIO = "scenario"

@@ -26,15 +26,10 @@ FORWARD, BACKWARD = "F", "B"
 
 
 class Action(NamedTuple):
-    """One pass of one micro-batch.
+    """One pass of one micro-batch."""
 
-    Args:
-        kind: `FORWARD` or `BACKWARD`.
-        micro_batch: its number in the step, from 0.
-    """
-
-    kind: str
-    micro_batch: int
+    kind: str  # `FORWARD` or `BACKWARD`
+    micro_batch: int  # its number in the step, from 0
 
 
 def default_in_flight(stages: int) -> tuple[int, ...]:
@@ -57,29 +52,18 @@ def one_f_one_b(in_flight: int, micro_batches: int) -> list[Action]:
 
 
 class TokenPart(NamedTuple):
-    """Tokens of a sequence that the same ranks of a stage hold.
+    """Tokens of a sequence that the same ranks of a stage hold."""
 
-    Args:
-        ranks: global ranks with equal copies.
-        intervals: position intervals, in the order in which the ranks hold them.
-    """
-
-    ranks: tuple[int, ...]
-    intervals: tuple[Range, ...]
+    ranks: tuple[int, ...]  # global ranks with equal copies
+    intervals: tuple[Range, ...]  # position intervals, in the order in which the ranks hold them
 
 
 class ActivationTransfer(NamedTuple):
-    """One message of a hop.
+    """One message of a hop."""
 
-    Args:
-        sender: global rank.
-        receiver: global rank.
-        intervals: position intervals that it carries, in the receiver's order.
-    """
-
-    sender: int
-    receiver: int
-    intervals: tuple[Range, ...]
+    sender: int  # global rank
+    receiver: int  # global rank
+    intervals: tuple[Range, ...]  # position intervals that it carries, in the receiver's order
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ import yaml
 from ds_hetero import __version__
 from ds_hetero.cli import main
 from ds_hetero.cli.app import COMMANDS, app
-from ds_hetero.cli.inputs.options import TOKENS
+from ds_hetero.cli.options import TOKENS
 from ds_hetero.cluster import CATALOGUE, load_cluster
 from ds_hetero.common.reading import config_dir
 from ds_hetero.cost.price import price_of

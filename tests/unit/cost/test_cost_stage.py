@@ -21,7 +21,7 @@ from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of
 from ds_hetero.sharding.gradient_traffic import gathered_elements, reduced_elements
 from ds_hetero.values.baselines import ulysses
 from ds_hetero.values.plans import INNER
-from ds_hetero.values.plans.checks import SECTION_KEYS
+from ds_hetero.values.plans.section_keys import SECTION_KEYS
 
 MODEL = load_model("llama-3.1-8b")
 CLUSTER = load_cluster("hexiscale-setting-2")

@@ -25,7 +25,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.plans import INNER, Plan, read_plan
-from ds_hetero.values.plans.checks import SECTION_KEYS
+from ds_hetero.values.plans.section_keys import SECTION_KEYS
 from ds_hetero.values.section import HeterogeneitySection, read_section
 
 CLUSTER, MODEL = load_cluster("hexiscale-case-study"), load_model("llama-3.1-8b")

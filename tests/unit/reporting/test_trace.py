@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ds_hetero.reporting.sections.pipelines_section import judged
+from ds_hetero.reporting.pipelines_sections import judged
 from ds_hetero.reporting.trace import trace_of
 from ds_hetero.runtime.step_clock import RANGE_PREFIX
 from tests.reported import command, described, plan_file, run_of

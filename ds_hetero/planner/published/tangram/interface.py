@@ -36,17 +36,11 @@ MERGE = 1.0  # growth of the bottleneck up to which islands are merged
 
 @dataclass(frozen=True, slots=True)
 class Island:
-    """Devices that are planned as equal ones.
+    """Devices that are planned as equal ones."""
 
-    Args:
-        pools: its nodes, as pools of devices of one kind.
-        weakest: kind of its slowest device with the least memory, which stands for all of them.
-        flops_per_s: of all its devices, at the speed of the slowest.
-    """
-
-    pools: tuple[Pool, ...]
-    weakest: int
-    flops_per_s: float
+    pools: tuple[Pool, ...]  # its nodes, as pools of devices of one kind
+    weakest: int  # kind of its slowest device with the least memory, which stands for all of them
+    flops_per_s: float  # of all its devices, at the speed of the slowest
 
     @classmethod
     def of(cls, pools: Pools, members: Iterable[Pool]) -> Island:
@@ -107,42 +101,25 @@ def _components(pools: Pools, tau: float) -> list[list[Pool]]:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Consecutive layers of a model.
+    """Consecutive layers of a model."""
 
-    Args:
-        layers: how many.
-        first: the embedding is among them.
-        last: the head is among them.
-    """
-
-    layers: int
-    first: bool
-    last: bool
+    layers: int  # how many
+    first: bool  # the embedding is among them
+    last: bool  # the head is among them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartialPlan:
-    """How an island trains a slice.
+    """How an island trains a slice."""
 
-    Args:
-        data_parallel: lanes, each with a copy of the slice.
-        tensor_parallel: devices of a stage.
-        layers: of the stages of a lane, first to last.
-        micro_batch_size: samples of a micro-batch.
-        period_s: of the slowest stage, for one micro-batch forward and backward.
-        latency_s: of all stages and the hops between them, likewise.
-        memory_bytes: of the fullest device.
-        output_shape: of the activations that leave a lane: samples, tokens, hidden size.
-    """
-
-    data_parallel: int
-    tensor_parallel: int
-    layers: tuple[int, ...]
-    micro_batch_size: int
-    period_s: float
-    latency_s: float
-    memory_bytes: float
-    output_shape: tuple[int, int, int]
+    data_parallel: int  # lanes, each with a copy of the slice
+    tensor_parallel: int  # devices of a stage
+    layers: tuple[int, ...]  # of the stages of a lane, first to last
+    micro_batch_size: int  # samples of a micro-batch
+    period_s: float  # of the slowest stage, for one micro-batch forward and backward
+    latency_s: float  # of all stages and the hops between them, likewise
+    memory_bytes: float  # of the fullest device
+    output_shape: tuple[int, int, int]  # of the activations that leave a lane: samples, tokens, hidden size
 
     @property
     def samples_per_s(self) -> float:

@@ -59,19 +59,12 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which of the four rules hold.
+    """Which of the four rules hold."""
 
-    Args:
-        equal_lengths: rule 1.
-        balanced: rule 2.
-        memory: rule 3.
-        interface: rule 4.
-    """
-
-    equal_lengths: bool = True
-    balanced: bool = True
-    memory: bool = True
-    interface: bool = True
+    equal_lengths: bool = True  # rule 1
+    balanced: bool = True  # rule 2
+    memory: bool = True  # rule 3
+    interface: bool = True  # rule 4
 
 
 class Answers:
@@ -216,34 +209,21 @@ _ByBatch = dict[tuple[int, int], dict[tuple[int, int], PartialPlan]]
 
 @dataclass(frozen=True, slots=True)
 class TangramPlan:
-    """Choice of Tangram.
+    """Choice of Tangram."""
 
-    Args:
-        candidate: judged by the last word of the cost model.
-        islands: in the order of the pipeline.
-        layers: of every island.
-        calls: of the inner parallelizer.
-    """
-
-    candidate: PlanCandidate
-    islands: tuple[Island, ...]
-    layers: tuple[int, ...]
-    calls: int
+    candidate: PlanCandidate  # judged by the last word of the cost model
+    islands: tuple[Island, ...]  # in the order of the pipeline
+    layers: tuple[int, ...]  # of every island
+    calls: int  # of the inner parallelizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TangramVariant:
-    """Tangram with other parts than the paper's.
+    """Tangram with other parts than the paper's."""
 
-    Args:
-        parallelizer: plans the slices of a model on islands; left out, `UniformParallelizer`.
-        exact: compose exactly instead of by Algorithm 2.
-        tau: tolerance of islands, see `form_islands`.
-    """
-
-    parallelizer: Parallelizer | None = None
-    exact: bool = False
-    tau: float = TAU
+    parallelizer: Parallelizer | None = None  # plans the slices of a model on islands; left out, `UniformParallelizer`
+    exact: bool = False  # compose exactly instead of by Algorithm 2
+    tau: float = TAU  # tolerance of islands, see `form_islands`
 
 
 def plan_tangram(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ds_hetero.common.reading import JsonObject, shortened
-from ds_hetero.common.text import time_text
+from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.prediction import Prediction
+from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.errors import PlanError
+from ds_hetero.planner.pipeline_search.finish import Finished, memory_bytes
 from ds_hetero.values.plans.reading import SCENARIO
 
 PICTURES = (".svg", ".png")
@@ -145,3 +148,41 @@ def rank_ranges(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+_COLUMNS = ("pipelines", "micro-batches", "stage", "devices", "layers", "time", "memory GiB", "of")
+
+
+def print_pipelines(costs: StageCosts, finished: Finished) -> None:
+    """One row per stage; pipelines of one makeup once."""
+    print_table(_COLUMNS, _rows(costs, finished))
+
+
+def makeups(finished: Finished) -> list[list[int]]:
+    """Pipelines that are alike in kinds, layers and batches."""
+    alike: dict[Any, list[int]] = {}
+    for i, pipeline in enumerate(finished.candidate.placed):
+        kinds = tuple((block.kind, block.size, block.inner, block.others) for block in pipeline.blocks)
+        alike.setdefault((kinds, *pipeline[1:]), []).append(i)
+    return list(alike.values())
+
+
+def _rows(costs: StageCosts, finished: Finished) -> Iterator[tuple[str, ...] | None]:
+    memory = memory_bytes(costs, finished)
+    for members in makeups(finished):
+        i = members[0]
+        pipeline, cut = finished.candidate.placed[i], finished.candidate.cuts[i]
+        head = (f"{len(members)} x", f"{pipeline.micro_batches} of {pipeline.micro_batch_size}")
+        for j, block in enumerate(pipeline.blocks):
+            devices = [costs.pools.kinds[part.kind].device for part in block.parts]
+            names = [f"{part.size} {device.name}" for part, device in zip(block.parts, devices, strict=True)]
+            yield (
+                *(head if j == 0 else ("", "")),
+                str(j),
+                f"{' + '.join(names)}{'' if block.inner == 'one' else f' {block.inner}'}",
+                f"{sum(cut.layers[:j])}-{sum(cut.layers[: j + 1])}",
+                time_text(cut.forward_s[j] + cut.backward_s[j]),
+                " + ".join(map(bytes_text, memory[i][j])),
+                " + ".join(bytes_text(device.usable_bytes) for device in devices),
+            )
+        yield None

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds_hetero.cli.inputs.options import FILE, TOKENS
-from ds_hetero.cli.outputs.printing import check_out
+from ds_hetero.cli.options import FILE, TOKENS
+from ds_hetero.cli.printing import check_out
 from ds_hetero.cluster.catalogue import with_kernel
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cluster.notation import device_remarks, read_notation, read_prices, with_prices

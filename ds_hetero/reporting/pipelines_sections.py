@@ -21,14 +21,10 @@ from ds_hetero.planner.pipelines.given import judge_given
 from ds_hetero.planner.pipelines.rivals import best_grid, best_published, best_sequence
 from ds_hetero.planner.planned import Rival, busy_ranks
 from ds_hetero.planner.published.registry import PLANNERS
-from ds_hetero.reporting.assumptions import assumptions
-from ds_hetero.reporting.described_plan import DescribedPlan
+from ds_hetero.reporting.described_plan import DescribedPlan, assumptions
 from ds_hetero.reporting.html import Markup, Page, definitions, html_table
 from ds_hetero.reporting.run_file import RunFile
-from ds_hetero.reporting.sections.launch_section import price_cards
-from ds_hetero.reporting.sections.links_picture import links_table, scaled_links
-from ds_hetero.reporting.sections.rank_rows import MAX_ROWS
-from ds_hetero.reporting.sections.run_section import measured_text
+from ds_hetero.reporting.shared_sections import MAX_ROWS, links_table, measured_text, price_cards, scaled_links
 
 MAX_PIPELINES = 12  # that are drawn, unlike ones
 MAX_MICRO_BATCHES = 24  # drawn in a timeline

@@ -1,1 +1,0 @@
-"""Inputs of commands: options, a cluster, a model and a workload, schedules, plans, lengths of documents."""

@@ -1,0 +1,59 @@
+"""Effect of every key of the "heterogeneity" section in a stage of pipelines, by how its ranks share the work.
+
+One list: the refusal at the start of a job, the search and the table in docs/pipelines.md read it, and a test holds
+the cost model of stages to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_hetero.values.plans.plan import INNER
+
+
+@dataclass(frozen=True, slots=True)
+class SectionKey:
+    """Effect of one key.
+
+    Args:
+        idle: why, by the kinds of stages in which it has nothing to say; rank 0 says so.
+    """
+
+    refused: Mapping[str, str] = field(default_factory=dict)  # why, by the kinds of stages with which it is refused
+    idle: Mapping[str, str] = field(default_factory=dict)
+    off: tuple[Any, ...] = ()  # values with which it asks for nothing
+
+
+def _refused(why: str, *off: Any) -> SectionKey:
+    return SectionKey(refused=dict.fromkeys(INNER, why), off=off)
+
+
+_FOLLOWED = SectionKey()
+
+SECTION_KEYS: Mapping[str, SectionKey] = {
+    "enabled": _FOLLOWED,
+    "cluster": _FOLLOWED,
+    "schedule": _FOLLOWED,
+    "planner": _FOLLOWED,
+    "parallel": _FOLLOWED,
+    "seq_len": _FOLLOWED,
+    "tile_tokens": _FOLLOWED,
+    "attention": SectionKey(
+        idle=dict.fromkeys(("one", "tensor"), "such stages compute the attention that the model was built with"),
+        off=(None,),
+    ),
+    "replan.enabled": SectionKey(
+        refused={"tensor": "it moves layers, and shards of tensor parallelism stay where they are"}, off=(False,)
+    ),
+    "replan.report_only": _FOLLOWED,
+    "layout": _refused("the schedules of the plan's stages have theirs", None),
+    "batch": _refused("the batches of pipelines are those of the plan", None),
+    "elastic": _refused("stages cannot go on from memory with other ranks yet", None),
+    "placement.mode": _refused("batches are cut by their length", "stream"),
+    "loss": _refused("pipelines compute the loss of the model themselves", None),
+    "zero_partition": _refused('optimizer state follows "zero.owner_weights" of the plan', "uniform"),
+    "verify": _refused("no rank holds the whole model that the stages would be compared with", "off"),
+    "report": _FOLLOWED,
+}
