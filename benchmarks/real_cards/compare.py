@@ -30,7 +30,7 @@ from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.terms.flops import ATTENTION_BACKWARD_FLOPS, ATTENTION_FORWARD_FLOPS
 from ds_hetero.cost.terms.ring_time import ring_finish_s
 from ds_hetero.cost.workload import Workload
-from ds_hetero.errors import PlanError
+from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.models import ModelSpec, load_model
 from ds_hetero.planner.planning import strategy
 from ds_hetero.values.baselines import COMPARED, ring, ulysses, usp
@@ -101,8 +101,10 @@ def compare(
                 values = how(row, constants)
                 ranged = card_of(row, constants).error if kind.startswith("time") else 0.0
                 done.append(Comparison(row, kind, *values, ranged))
-            except (CannotExpressError, PlanError) as reason:
+            except (CannotExpressError, HeteroError) as reason:
                 refused.append(Refusal(row, kind, str(reason).partition(". ")[0]))
+            except (ArithmeticError, LookupError, ValueError) as reason:  # a cell that no point can have
+                refused.append(Refusal(row, kind, f"cells that say nothing of a job: {reason}"))
     return done, refused
 
 

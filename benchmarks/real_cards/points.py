@@ -123,15 +123,16 @@ def model_of(row: Row) -> ModelSpec:
     Raises:
         CannotExpressError: the source does not state it.
     """
-    if not row["layers"]:
+    if not all(row[column] for column in ("layers", "hidden", "heads", "mlp", "vocab")):
         raise CannotExpressError("the model's shape is not stated")
+    heads = number(row, "heads")
     return ModelSpec(
         name=row["model"],
         num_layers=number(row, "layers"),
         hidden_size=number(row, "hidden"),
-        num_heads=number(row, "heads"),
-        num_kv_heads=number(row, "kv_heads"),
-        head_dim=number(row, "head_dim"),
+        num_heads=heads,
+        num_kv_heads=number(row, "kv_heads", heads),
+        head_dim=number(row, "head_dim", number(row, "hidden") // heads),
         mlp_size=number(row, "mlp"),
         vocab_size=number(row, "vocab"),
         gated_mlp=row["gated"] == "1",

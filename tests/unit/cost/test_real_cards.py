@@ -38,13 +38,17 @@ def test_another_file_of_the_same_columns_is_judged(tmp_path, capsys):
     with MEASUREMENTS.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     some = [row for row in rows if row["kind"] == "attention"][:3]
+    step = next(row for row in rows if row["kind"] == "time")
+    spoilt = [{"gpu": "H900"}, {"seq_len": ""}, {"heads": "many"}, {"tokens_per_s_per_gpu": "0"}, {"layers": ""}]
     path = tmp_path / "points.csv"
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(some[0]))
         writer.writeheader()
-        writer.writerows(some)
+        writer.writerows([*some, *({**step, **cells} for cells in spoilt)])
     main(["--measurements", str(path), "--json"])
-    errors = json.loads(capsys.readouterr().out)["errors"]
+    outcome = json.loads(capsys.readouterr().out)
+    errors = outcome["errors"]
+    assert sum(outcome["refused"].values()) == len(spoilt) and set(errors) == {"attention"}
     assert errors["attention"]["points"] == 3 and set(errors["attention"]) == {"points", "median", "p90", "bias"}
 
 
