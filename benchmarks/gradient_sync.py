@@ -44,7 +44,6 @@ from benchmarks.measure.statistics import compare
 from benchmarks.measure.traffic import Traffic
 from ds_hetero.gradient_sync import AsymmetricGradientSync, tensor_parallel_layouts
 from ds_hetero.gradient_sync.transfers import local_tensor
-from ds_hetero.sharding.gradient_traffic import ring_reduce_scatter_elements
 
 RESULT = FOLDER / "gradient_sync.json"
 LINKS = {"1gbit": 1e9, "10gbit": 1e10}
@@ -52,6 +51,17 @@ BUCKET_BYTES = 2 * 2**20
 _DELAY_S = 100e-6
 _BYTES = ("held_bytes", "ring_bytes", "sent_bytes", "wire_bytes")
 _WHEN = ("under", "after")  # the backward
+
+
+def ring_reduce_scatter_elements(held: int, replicas: int) -> float:
+    """Count what a rank sends in a ring reduce-scatter of ``held`` elements over ``replicas`` equal copies.
+
+    (R - 1) / R of them, in R - 1 steps of 1 / R (Patarasu and Yuan, doi:10.1016/j.jpdc.2008.09.002); no algorithm
+    sends fewer, summed over ranks: every copy but the owner's leaves its rank once. An all-gather sends as many, and an
+    all-reduce, ring or recursive halving and doubling, is the two in turn. A binary tree all-reduce sends all ``held``
+    elements up and down each edge: 2 (R - 1) of ``held`` in total, the same.
+    """
+    return held * (replicas - 1) / replicas
 
 
 def main() -> int:

@@ -8,8 +8,17 @@ from itertools import pairwise, product
 
 from ds_hetero.planner.documents import UnitCosts
 from ds_hetero.planner.published.zeppelin import remap
-from ds_hetero.sharding.gradient_chunks import Box, Chunk, Cut, ParameterLayout, chunks_of, fuse, overlaps
-from ds_hetero.sharding.gradient_traffic import gathered_elements, reduced_elements
+from ds_hetero.sharding.gradient_chunks import (
+    Box,
+    Chunk,
+    Cut,
+    ParameterLayout,
+    chunks_of,
+    fuse,
+    gathered_elements,
+    overlaps,
+    reduced_elements,
+)
 from ds_hetero.sharding.zero_partition import FlatGroup, moves
 from ds_hetero.values.plans import BatchSplit, Plan, Stage
 from ds_hetero.values.plans.timetable import (

@@ -168,7 +168,7 @@ class AsymmetricGradientSync:
 
         Caller: every rank, once after the last backward of a step.
         Collectives: an all_to_all_single for every bucket that could not leave earlier.
-        Sends: in all buckets of a step, `gradient_traffic.reduced_elements` of the communication dtype.
+        Sends: in all buckets of a step, `reduced_elements` of the communication dtype.
 
         Raises:
             SyncError: on every rank, when ranks of one replica were given different tokens.
@@ -191,7 +191,7 @@ class AsymmetricGradientSync:
 
         Caller: every rank, once after the optimizer's step.
         Collectives: one all_to_all_single per bucket.
-        Sends: `ds_hetero.sharding.gradient_traffic.gathered_elements` of the parameters' dtype.
+        Sends: `gathered_elements` of the parameters' dtype.
 
         Raises:
             PeerError: another rank failed.

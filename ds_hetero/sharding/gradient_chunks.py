@@ -1,7 +1,5 @@
 """How replicas, and the ZeRO owners, cut a parameter: what the user of the asymmetric gradient synchronization says.
 
-Plain integers; no torch.
-
 Gradient chunks of replicas that cut a parameter differently.
 
 HexiScale (arXiv:2409.01143, asymmetric gradient synchronization) lets every pipeline cut a layer for itself: one rank
@@ -13,8 +11,6 @@ A cut along a dimension is a strided range of memory, a cut of the flat elements
 unions of boxes, one (start, stop) per dimension, and boxes are what is intersected here. Plain integers; no torch.
 
 The buckets that gradient chunks travel in: chunks with the same ranks and dtypes, in the order of the backward.
-
-Plain integers; no torch.
 """
 
 from __future__ import annotations
@@ -417,3 +413,13 @@ def fuse(
     for key in list(filling):
         close(key)
     return tuple(bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0]))
+
+
+def reduced_elements(chunks: Iterable[Chunk], rank: int) -> int:
+    """Count the elements that ``rank`` sends to other ranks so that every owner has its sums."""
+    return sum(chunk.size for chunk in chunks if rank in chunk.contributors and chunk.owner != rank)
+
+
+def gathered_elements(chunks: Iterable[Chunk], rank: int) -> int:
+    """Count the elements that ``rank`` sends to other ranks so that every holder has the owners' values."""
+    return sum(chunk.size * sum(holder != rank for holder in chunk.holders) for chunk in chunks if chunk.owner == rank)

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.gradient_sync import ring_reduce_scatter_elements
 from benchmarks.measure.traffic import Traffic
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync import AsymmetricGradientSync
 from ds_hetero.gradient_sync.model_layouts import tensor_parallel_layouts
 from ds_hetero.gradient_sync.transfers import Shard
 from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout
-from ds_hetero.sharding.gradient_traffic import ring_reduce_scatter_elements
 from ds_hetero.values.splits import share
 from tests.support import run_ranks
 

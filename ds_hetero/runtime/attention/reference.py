@@ -2,17 +2,14 @@
 
     fast                                           twin
     `attention`, and each kernel                   `dense_attention`, `dense_lse`
-    `merge_`, by which the ring adds up blocks     `merged_attention`
-    `gather_sequence`, `gather_output_heads`       `heads_of_ranks`
-    `scatter_sequence`, `scatter_output`           `tokens_of_ranks`
 
-Dimension key: B batch, H query heads, G KV heads (H a multiple of G), Q queries, K keys, D head size; in the exchange S
-the group's tokens, s and h the tokens and heads of one rank.
+Twins of `merge_` and of the exchange are in their tests. Dimension key: B batch, H query heads, G KV heads (H a
+multiple of G), Q queries, K keys, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -67,48 +64,3 @@ def _scores(q_BHQD: Tensor, k_BGKD: Tensor, visible: Visible, scale: float | Non
         queries, keys = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
         visible = visible(queries.unsqueeze(1), keys.unsqueeze(0))
     return scores.masked_fill(~visible, -torch.inf)
-
-
-def merged_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over all keys, from the attention over each block of them.
-
-    Block i has the share exp(lse_i) / sum(exp(lse)) of the softmax; where every lse is -inf, nothing is visible and the
-    output is 0.
-
-    Args:
-        parts: (out [B, H, Q, D], lse [B, H, Q]) of every block.
-    """
-    lse_BHQ = torch.stack([lse for _, lse in parts]).logsumexp(0)
-    shares = [torch.exp(lse - lse_BHQ).nan_to_num(0.0).unsqueeze(-1) for _, lse in parts]
-    out_BHQD = torch.stack([share * out for share, (out, _) in zip(shares, parts, strict=True)]).sum(0)
-    return out_BHQD, lse_BHQ
-
-
-def heads_of_ranks(shards_BHsD: Sequence[Tensor], heads: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Each rank's tensor after an exchange from tokens to heads: [B, h, S, D], all tokens of its heads.
-
-    Args:
-        shards_BHsD: every rank's tokens, in the order of the ranks.
-        heads: range of heads of every rank; ranges of KV heads may overlap.
-    """
-    whole_BHSD = torch.cat(list(shards_BHsD), dim=2)
-    return [whole_BHSD[:, start:stop] for start, stop in heads]
-
-
-def tokens_of_ranks(
-    parts_BhSD: Sequence[Tensor], heads: Sequence[tuple[int, int]], tokens: Sequence[int]
-) -> list[Tensor]:
-    """Each rank's tensor after an exchange from heads to tokens: [B, H, s, D], all heads of its tokens.
-
-    Where ranges of heads overlap, their parts add up, as the gradients of a shared KV head do.
-
-    Args:
-        parts_BhSD: every rank's heads, in the order of the ranks.
-        heads: range of heads of every rank.
-        tokens: of every rank.
-    """
-    batch_size, _, num_tokens, head_dim = parts_BhSD[0].shape
-    whole_BHSD = parts_BhSD[0].new_zeros(batch_size, max(stop for _, stop in heads), num_tokens, head_dim)
-    for part, (start, stop) in zip(parts_BhSD, heads, strict=True):
-        whole_BHSD[:, start:stop] += part
-    return list(torch.split(whole_BHSD, list(tokens), dim=2))

@@ -1,7 +1,10 @@
 """The ragged exchange moves every element to where the schedule says, forward and backward, in one collective."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from ds_hetero.runtime.attention.head_exchange import (
@@ -11,7 +14,6 @@ from ds_hetero.runtime.attention.head_exchange import (
     scatter_output,
     scatter_sequence,
 )
-from ds_hetero.runtime.attention.reference import heads_of_ranks, tokens_of_ranks
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.plans import Plan
@@ -56,7 +58,7 @@ def _check_exchange(rank, schedule):
             assert torch.equal(found, expected)
         for found, whole, heads in zip(gathered, (q, k, v), (q_heads, kv_heads, kv_heads), strict=True):
             shards = [whole[:, :, held.positions(r)] for r in in_order]
-            assert torch.equal(found, heads_of_ranks(shards, heads)[rank])
+            assert torch.equal(found, _heads_of_ranks(shards, heads)[rank])
 
         with CommDebugMode() as comms:
             out = scatter_output(q[:, own_q].permute(2, 0, 1, 3), exchange)
@@ -80,7 +82,7 @@ def _check_exchange(rank, schedule):
             assert torch.equal(grad, holders[None, :, None, None].expand_as(grad))
         tokens = [held.tokens(r) for r in in_order]
         ones = [torch.ones(batch_size, stop - start, length, 4) for start, stop in kv_heads]
-        assert torch.equal(dk, tokens_of_ranks(ones, kv_heads, tokens)[rank])
+        assert torch.equal(dk, _tokens_of_ranks(ones, kv_heads, tokens)[rank])
 
 
 def test_schedules_that_differ_are_refused_on_every_rank():
@@ -95,3 +97,33 @@ def _disagree(rank):
     except ValueError as error:
         return str(error)
     return "accepted"
+
+
+def _heads_of_ranks(shards_BHsD: Sequence[Tensor], heads: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Each rank's tensor after an exchange from tokens to heads: [B, h, S, D], all tokens of its heads.
+
+    Args:
+        shards_BHsD: every rank's tokens, in the order of the ranks.
+        heads: range of heads of every rank; ranges of KV heads may overlap.
+    """
+    whole_BHSD = torch.cat(list(shards_BHsD), dim=2)
+    return [whole_BHSD[:, start:stop] for start, stop in heads]
+
+
+def _tokens_of_ranks(
+    parts_BhSD: Sequence[Tensor], heads: Sequence[tuple[int, int]], tokens: Sequence[int]
+) -> list[Tensor]:
+    """Each rank's tensor after an exchange from heads to tokens: [B, H, s, D], all heads of its tokens.
+
+    Where ranges of heads overlap, their parts add up, as the gradients of a shared KV head do.
+
+    Args:
+        parts_BhSD: every rank's heads, in the order of the ranks.
+        heads: range of heads of every rank.
+        tokens: of every rank.
+    """
+    batch_size, _, num_tokens, head_dim = parts_BhSD[0].shape
+    whole_BHSD = parts_BhSD[0].new_zeros(batch_size, max(stop for _, stop in heads), num_tokens, head_dim)
+    for part, (start, stop) in zip(parts_BhSD, heads, strict=True):
+        whole_BHSD[:, start:stop] += part
+    return list(torch.split(whole_BHSD, list(tokens), dim=2))

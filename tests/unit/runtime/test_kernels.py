@@ -1,11 +1,13 @@
 """Every kernel against the dense reference: forward, and backward from a global log-sum-exp."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from ds_hetero.batch.tiles import CAUSAL, FULL
 from ds_hetero.errors import ConfigError
@@ -18,7 +20,6 @@ from ds_hetero.runtime.attention.kernels import (
 )
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
-from ds_hetero.runtime.attention.reference import merged_attention
 from ds_hetero.values.section import KERNEL_NAMES
 from tests.unit.runtime.kernel_checks import assert_close, blocks, check, in_parts, reference, strided, tensors
 
@@ -112,7 +113,7 @@ def test_merging_block_by_block_equals_merging_by_definition(sizes, seed):
     out, lse = torch.zeros(1, 2, 3, 4).double(), torch.full((1, 2, 3), -torch.inf).double()
     for part in parts:
         merge_(out, lse, *part)
-    torch.testing.assert_close((out, lse), merged_attention(parts), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close((out, lse), _merged_attention(parts), rtol=1e-12, atol=1e-13)
 
 
 def test_merging_nothing_changes_nothing():
@@ -176,3 +177,18 @@ def test_on_a_gpu(name, head_dim, softcap, dtype):
     ]:
         inputs = [x.to(device) for x in tensors(block, dtype, batch_size=2, heads=4, kv_heads=2, head_dim=head_dim)]
         check(kernel, block, dtype, softcap=softcap, inputs=inputs)
+
+
+def _merged_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over all keys, from the attention over each block of them.
+
+    Block i has the share exp(lse_i) / sum(exp(lse)) of the softmax; where every lse is -inf, nothing is visible and the
+    output is 0.
+
+    Args:
+        parts: (out [B, H, Q, D], lse [B, H, Q]) of every block.
+    """
+    lse_BHQ = torch.stack([lse for _, lse in parts]).logsumexp(0)
+    shares = [torch.exp(lse - lse_BHQ).nan_to_num(0.0).unsqueeze(-1) for _, lse in parts]
+    out_BHQD = torch.stack([share * out for share, (out, _) in zip(shares, parts, strict=True)]).sum(0)
+    return out_BHQD, lse_BHQ

@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.gradient_sync import ring_reduce_scatter_elements
 from ds_hetero.errors import SyncError
-from ds_hetero.sharding.gradient_chunks import Chunk, Cut, ParameterLayout, chunks_of, fit_owner_weights, fuse
-from ds_hetero.sharding.gradient_traffic import gathered_elements, reduced_elements, ring_reduce_scatter_elements
+from ds_hetero.sharding.gradient_chunks import (
+    Chunk,
+    Cut,
+    ParameterLayout,
+    chunks_of,
+    fit_owner_weights,
+    fuse,
+    gathered_elements,
+    reduced_elements,
+)
 
 ONE_TWO_FOUR = ((0,), (1, 2), (3, 4, 5, 6))
 

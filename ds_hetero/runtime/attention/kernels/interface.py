@@ -140,7 +140,7 @@ def merge_(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> No
         lse, lse_block   [..., Q]      in the dtype of out
 
     An lse of -inf is a part in which the query saw nothing; its output must be finite and does not count. Where both
-    are -inf, nothing changes. `ds_hetero.runtime.attention.reference.merged_attention` is the same by definition.
+    are -inf, nothing changes. Its test has the same by definition.
 
     Source: the online softmax (arXiv:1805.02867), as in Ring Attention (arXiv:2310.01889).
     """

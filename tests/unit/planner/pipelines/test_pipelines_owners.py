@@ -20,8 +20,7 @@ from ds_hetero.models.shapes import ModelSlice
 from ds_hetero.planner.pipeline_search.finish import finish, memory_bytes, to_plan
 from ds_hetero.planner.pipeline_search.starts import judge_layers
 from ds_hetero.planner.pipelines.given import judge_plan, owners_of
-from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of
-from ds_hetero.sharding.gradient_traffic import gathered_elements, reduced_elements
+from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of, gathered_elements, reduced_elements
 from ds_hetero.values.plans import read_plan
 
 CLUSTER = load_cluster("hexiscale-setting-2")
