@@ -268,7 +268,8 @@ class Registry:
         known.zones = None if placer is None else DocumentZones(placer.costs.node)
         takes_advice = placer is None and not isinstance(known.model, WholeModel) and not known.model.cuts_inputs
         advice = DocumentAdvice(start.section, start.forecasts) if takes_advice else None
-        observers = [one for one in (known.prediction_check, known.zones, advice) if one is not None]
+        by_forecasts = (known.prediction_check, advice) if start.forecasts else ()
+        observers = [one for one in (*by_forecasts, known.zones) if one is not None]
         known.model.record_batches([one.record_batch for one in observers])
         if world.rank == 0:
             announce_start(start)
