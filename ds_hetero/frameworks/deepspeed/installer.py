@@ -66,7 +66,7 @@ class Installer:
         raise NotImplementedError
 
 
-_NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def plain_configuration(ds_config: DsConfig, replica: Replica, sp_size: int | None) -> State:
@@ -84,7 +84,7 @@ def plain_configuration(ds_config: DsConfig, replica: Replica, sp_size: int | No
         ConfigError: the global batch is not that of the replicas.
     """
     config = {key: value for key, value in ds_config.items() if key != "data_parallel_size"}
-    total, micro, steps = (config.get(name) for name in _NAMES)
+    total, micro, steps = (config.get(name) for name in BATCH_SIZES)
     split, num_replicas = replica.batch_split, replica.num_replicas
     if split is not None:
         if not says_batches(ds_config):  # which were compared when they became a plan
@@ -97,7 +97,7 @@ def plain_configuration(ds_config: DsConfig, replica: Replica, sp_size: int | No
         steps = total // (micro * num_replicas) if total is not None else 1
     if total is None and micro and steps:
         total = micro * steps * num_replicas
-    config.update({name: n for name, n in zip(_NAMES, (total, micro, steps), strict=True) if n is not None})
+    config.update({name: n for name, n in zip(BATCH_SIZES, (total, micro, steps), strict=True) if n is not None})
     return config
 
 
@@ -110,7 +110,7 @@ def expect_batch_of_replicas(ds_config: DsConfig, split: BatchSplit, world_size:
     Raises:
         ConfigError: it is another one.
     """
-    total, micro, steps = (ds_config.get(name) for name in _NAMES)
+    total, micro, steps = (ds_config.get(name) for name in BATCH_SIZES)
     samples_by_setting = {"train_batch_size": total}
     if micro is not None:
         workers = world_size // (sp_size or world_size)

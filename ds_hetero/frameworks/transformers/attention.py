@@ -26,13 +26,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from types import FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.forward_mode import ShardedForward, forward_mode
 from ds_hetero.engine.patching import Patches
 from ds_hetero.errors import ModelError
@@ -282,19 +283,11 @@ def _name(part: FunctionType) -> str:
     return f"{part.__module__}.{part.__qualname__}"
 
 
-class Owner(Protocol):
-    """The model that a config belongs to, as far as attention has to know it."""
-
-    @property
-    def takes_shards(self) -> bool:
-        """Whether a forward without a cache would now take a shard."""
-
-
 _former: dict[int, str | None] = {}  # by id of a switched config that exists: its implementation before
-_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()  # likewise: whose config it is
+_owners: weakref.WeakValueDictionary[int, SplitModel] = weakref.WeakValueDictionary()  # likewise: whose config it is
 
 
-def remember_implementation(config: ModelConfig, owner: Owner) -> None:
+def remember_implementation(config: ModelConfig, owner: SplitModel) -> None:
     """Remember which attention a config names, before its model is switched to ours.
 
     Args:
@@ -328,7 +321,7 @@ def naming_former(config: ModelConfig) -> Iterator[None]:
         config._attn_implementation_internal = switched
 
 
-def owner_of(config: ModelConfig) -> Owner | None:
+def owner_of(config: ModelConfig) -> SplitModel | None:
     """The model that a switched config belongs to; None for a copy of a switched config."""
     return _owners.get(id(config))
 

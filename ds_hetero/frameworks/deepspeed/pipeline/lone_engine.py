@@ -17,10 +17,10 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.engine.ds_config import DsConfig
 from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.deepspeed.installer import BATCH_SIZES
 from ds_hetero.frameworks.deepspeed.protocols import State
 from ds_hetero.runtime.replica import ProcessGroups
 
-_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OURS = ("zero_optimization", "bf16", "fp16", "bfloat16", "optimizer", GRADIENT_CLIPPING, "data_types")
 
 
@@ -81,7 +81,7 @@ def lone_configuration(ds_config: DsConfig, samples: int) -> State:
         samples: of an optimizer step of the plan.
     """
     kept = {key: value for key, value in ds_config.items() if key not in (*_OURS, "sequence_parallel_size")}
-    batches = dict(zip(_BATCHES, (samples, samples, 1), strict=True))
+    batches = dict(zip(BATCH_SIZES, (samples, samples, 1), strict=True))
     return {**kept, **batches, "zero_optimization": {"stage": 0}, GRADIENT_CLIPPING: 0.0}
 
 
