@@ -36,7 +36,7 @@ from ds_hetero.planner import make_problem, plan
 from ds_hetero.planner.exact import solve_exact
 from ds_hetero.planner.planned import Baselines
 from ds_hetero.planner.published.hexiseq import algorithm_1
-from ds_hetero.planner.search.budget import EvaluationBudget
+from ds_hetero.planner.search.problem import EvaluationBudget
 from ds_hetero.planner.search.search import search
 
 _SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

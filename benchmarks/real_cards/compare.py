@@ -21,14 +21,13 @@ from benchmarks.real_cards.points import (
     refuse_unclear,
     workload_of,
 )
-from ds_hetero.cluster.catalogue import CATALOGUE
-from ds_hetero.cluster.catalogue_rows import with_attention
+from ds_hetero.cluster.catalogue import CATALOGUE, with_attention
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.common.text import GIB, TERA
 from ds_hetero.cost import CostModel, Prediction, make_cost_model
 from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.terms.flops import ATTENTION_BACKWARD_FLOPS, ATTENTION_FORWARD_FLOPS
-from ds_hetero.cost.terms.ring_time import ring_finish_s
+from ds_hetero.cost.terms.times import ring_finish_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.models import ModelSpec, load_model
@@ -51,7 +50,7 @@ class Comparison:
         kind: of what is compared.
         predicted: in the unit of ``measured``; of rates their inverse, so that above is too slow.
         measured: by the source.
-        range_error: half of the range that the prediction gives, see `ds_hetero.cost.prediction.Prediction`.
+        range_error: half of the range that the prediction gives, see `ds_hetero.cost.model.Prediction`.
     """
 
     row: Row

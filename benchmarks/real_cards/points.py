@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, usual_reserve
-from ds_hetero.cluster.catalogue_rows import AttentionRate, with_attention
+from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, AttentionRate, usual_reserve, with_attention
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link, Node
 from ds_hetero.common.text import GB, GIB
 from ds_hetero.cost.workload import Buffers, Workload
@@ -51,7 +50,7 @@ def number(row: Row, column: str, default: int = 1) -> int:
 
 
 def kernel_of(row: Row) -> str:
-    """Name of the kernel of attention, as `ds_hetero.cluster.catalogue_rows` has it; FlashAttention-2 is usual."""
+    """Name of the kernel of attention, as `ds_hetero.cluster.catalogue` has it; FlashAttention-2 is usual."""
     return _KERNELS.get(row["attention"], "flash_attn_2")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ds_hetero.common.reading import JsonObject, shortened
 from ds_hetero.common.text import bytes_text, time_text
-from ds_hetero.cost.prediction import Prediction
+from ds_hetero.cost.model import Prediction
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipeline_search.finish import Finished, memory_bytes

@@ -41,8 +41,14 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, PROFILED_ERROR, UNMEASURED_ERROR, usual_reserve
-from ds_hetero.cluster.catalogue_rows import with_attention
+from ds_hetero.cluster.catalogue import (
+    CATALOGUE,
+    NOMINAL_SHARE,
+    PROFILED_ERROR,
+    UNMEASURED_ERROR,
+    usual_reserve,
+    with_attention,
+)
 from ds_hetero.cluster.file_values import (
     DEVICE_KEYS,
     DURATION_US,

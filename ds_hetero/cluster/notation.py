@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 from ds_hetero.cluster.catalogue import (
     CATALOGUE,
+    NO_DATASHEET,
     NOMINAL_SHARE,
     THROUGH_HOST,
     CatalogueEntry,
     pcie_bytes_per_s,
 )
-from ds_hetero.cluster.catalogue_rows import NO_DATASHEET
 from ds_hetero.cluster.file_values import DEVICE_KEYS, number, whole_number
 from ds_hetero.cluster.names import Named, card_named
 from ds_hetero.cluster.topology import Cluster, DeviceSpec

@@ -82,7 +82,6 @@ def read_file(
     """Read a JSON or YAML file.
 
     Args:
-        path: the file.
         what: what it should be, for messages: ``"schedule"``.
         error: class of the errors that are raised.
         yaml: whether it is YAML; left out, if its name ends in .yaml or .yml.

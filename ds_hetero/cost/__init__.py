@@ -3,8 +3,7 @@
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import shortened
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.cost.model import CostModel
-from ds_hetero.cost.prediction import Bottleneck, Prediction, Span, Terms
+from ds_hetero.cost.model import Bottleneck, CostModel, Prediction, Span, Terms
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError

@@ -31,15 +31,13 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost import explain
-from ds_hetero.cost.model import CostModel
+from ds_hetero.cost.model import Bottleneck, CostModel, Span, Terms
 from ds_hetero.cost.passes import PLACEHOLDER_TOKENS, BlockPasses
-from ds_hetero.cost.prediction import Bottleneck, Span, Terms
 from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.layer_memory import layer_weight_bytes, trained_of_ends, trained_of_layer, trained_parameters
 from ds_hetero.cost.terms.memory import Moments, memory_moments
-from ds_hetero.cost.terms.ring_time import ring_finish_s
-from ds_hetero.cost.terms.zero_host_time import RingCollective, host_bytes_per_s_D, offloaded_step_s_D
+from ds_hetero.cost.terms.times import RingCollective, host_bytes_per_s_D, offloaded_step_s_D, ring_finish_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.schedule import Schedule

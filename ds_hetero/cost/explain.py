@@ -13,11 +13,11 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.cost.model import Bottleneck, Span, Terms
 from ds_hetero.cost.passes import AssignedWork, BlockPasses
-from ds_hetero.cost.prediction import Bottleneck, Span, Terms
 from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms.grouping import ring_edges
-from ds_hetero.cost.terms.ring_time import alone_s, ring_finish_s, ring_schedule
+from ds_hetero.cost.terms.times import alone_s, ring_finish_s, ring_schedule
 
 
 def busy_s(block: BlockPasses, assigned: AssignedWork) -> Floats:

@@ -18,8 +18,13 @@ from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.flops import AchievedRates
 from ds_hetero.cost.terms.grouping import Grouping, kv_heads_of_ranks
 from ds_hetero.cost.terms.layer_memory import restored_bytes
-from ds_hetero.cost.terms.ring_time import RingCoefficients, exchange_s, ring_transfers_s
-from ds_hetero.cost.terms.zero_host_time import checkpoint_copy_s_D, host_share
+from ds_hetero.cost.terms.times import (
+    RingCoefficients,
+    checkpoint_copy_s_D,
+    exchange_s,
+    host_share,
+    ring_transfers_s,
+)
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
@@ -130,8 +135,6 @@ class BlockPasses:
 
     Args:
         cluster: ranks, or one that stands for those that cut a layer.
-        model: what is trained.
-        workload: its batch.
         cut: ranks that cut every layer by heads and columns, at the efficiency of narrower products; norms and
             residuals are computed by each of them.
     """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.common.reading import JsonDict, shortened
-from ds_hetero.cost.prediction import Prediction
+from ds_hetero.cost.model import Prediction
 from ds_hetero.cost.terms.flops import training_flops
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
@@ -44,7 +44,6 @@ class Objective:
 
         Args:
             name: one of `OBJECTIVES`.
-            kinds: of devices.
             tokens: of an optimizer step.
             at_most_s: longest step that is acceptable.
 

@@ -21,8 +21,7 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
-from ds_hetero.cost.model import CostModel
-from ds_hetero.cost.prediction import Bottleneck, Span, Terms
+from ds_hetero.cost.model import Bottleneck, CostModel, Span, Terms
 from ds_hetero.cost.terms.grouping import Edges, GroupBy, Grouping, ring_edges
 from ds_hetero.cost.terms.memory import MemoryParts, Moments, state_bytes
 from ds_hetero.cost.workload import Workload

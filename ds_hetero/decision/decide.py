@@ -43,8 +43,6 @@ class Searcher:
     """Searches schedules for `ds_hetero.decision.resolve.resolve`, and keeps what the planner found.
 
     Args:
-        model: what is trained.
-        workload: of one replica.
         layout: the section's, None for the planner's choice.
         by_memory: whether ZeRO's shares follow the memory that is left (``"zero_partition": "memory"``).
 
@@ -130,7 +128,6 @@ def forecast(
     Args:
         schedule: of the replica, in global ranks.
         cluster: its devices, numbered from 0.
-        model: what is trained.
         workload: of the replica.
         planned: what the planner found, where the schedule was searched for.
 
@@ -193,7 +190,6 @@ def decide(
     Reads the schedule and cluster files that the section names.
 
     Args:
-        facts: of the job.
         world_size: ranks of the job.
         measured: the live ranks, where they have been measured for ``"cluster": "measure"``.
         on_host: devices are CPUs, so that nothing can be offloaded to the host.
@@ -290,7 +286,6 @@ def _forecasts(
     """A forecast per replica.
 
     Args:
-        model: what is trained.
         plan: of replicas.
         clusters: by replica.
         workloads: by replica.

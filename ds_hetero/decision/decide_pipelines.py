@@ -215,7 +215,6 @@ def pipelines_workload(
     Owned elements have values and optimizer state in fp32, whatever the parameters are.
 
     Args:
-        facts: of the job.
         on_host: devices are CPUs.
         seq_len: tokens of a sequence, where the job does not say.
         checkpointing: of activations; None for what the model says.

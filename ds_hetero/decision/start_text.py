@@ -16,9 +16,9 @@ from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.decision.decide import Forecast
 from ds_hetero.decision.decide_pipelines import SearchedPipelines
 from ds_hetero.planner import PlannedSchedule
-from ds_hetero.planner.explain import describe
 from ds_hetero.planner.pipeline_search.finish import Finished
 from ds_hetero.planner.pipelines.explain import reasons_of
+from ds_hetero.planner.planned import describe
 from ds_hetero.values.plans import Pipeline, Plan, Stage
 from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import HeterogeneitySection
@@ -202,7 +202,6 @@ def judged_text(costs: StageCosts, finished: Finished) -> str:
     """The prediction of a given plan, and what decides it.
 
     Args:
-        costs: the cost model.
         finished: from `ds_hetero.planner.pipelines.given.judge_given`.
     """
     lines = [f"predicted:  {time_text(finished.step_s)} per step"]

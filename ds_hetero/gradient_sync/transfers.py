@@ -322,7 +322,6 @@ def agree(
     Args:
         parameters: this rank's, by name.
         shards: what this rank holds by its layouts, by name.
-        layouts: of all parameters.
         settings: whatever else must be the same, compared by its ``repr``.
         group: all ranks.
         has_replicas: the replicas are given, so that layouts need not have one cut for each.

@@ -57,7 +57,6 @@ def plan_replicas(
 
     Args:
         clusters: one per replica, in rank order.
-        model: what is trained.
         workload: of one replica; its ``micro_batch`` and ``micro_batches`` are ignored, because they are chosen here.
         global_batch: samples per optimizer step.
         cost_model: ``"calibrated"`` or ``"published"``.

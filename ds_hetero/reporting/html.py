@@ -92,7 +92,6 @@ class Page:
     """A page that is being made.
 
     Args:
-        title: of the page.
         lead: what it is about, in a sentence or two.
     """
 

@@ -172,7 +172,6 @@ def _pipelines(
     """Return the plan and its prediction, or when they will be decided.
 
     Args:
-        facts: of the job.
         plan: in the section's file; None where it is searched for.
         ds_config: DeepSpeed's configuration.
         world_size: processes of the job.

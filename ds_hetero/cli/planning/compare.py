@@ -13,7 +13,7 @@ from ds_hetero.cli.printing import print_json, print_table, term_shares
 from ds_hetero.cli.scenario import Scenario, scenario_options
 from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.common.text import time_text
-from ds_hetero.cost.prediction import Prediction
+from ds_hetero.cost.model import Prediction
 from ds_hetero.cost.price import price_of_prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.exact import solve_exact

@@ -17,7 +17,6 @@ from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.price import Price, price_of_prediction
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.explain import describe
 from ds_hetero.planner.memory import (
     Advice,
     Fitted,
@@ -30,6 +29,7 @@ from ds_hetero.planner.memory import (
 )
 from ds_hetero.planner.memory.advice import PARTS
 from ds_hetero.planner.memory.changes import PLANNED, Change, Changed
+from ds_hetero.planner.planned import describe
 from ds_hetero.reporting.described_plan import assumed_line, assumptions
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.schedule import Schedule
@@ -149,7 +149,6 @@ def _outlook(
     Args:
         name: ``today``, or what is asked.
         fitted: the cluster's schedule, and whether it fits.
-        source: of the schedule.
         remedy: of today's cluster.
         longest: sequence that fits as it is, where that is known.
     """

@@ -39,8 +39,8 @@ from ds_hetero.cost.price import Price
 from ds_hetero.cost.terms.flops import training_flops
 from ds_hetero.errors import MemoryPlanError
 from ds_hetero.planner import plan as plan_schedule
-from ds_hetero.planner.advice import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
 from ds_hetero.planner.planned import Planned, PlannedPipelines, PlannedSchedule
+from ds_hetero.planner.planning import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
 from ds_hetero.reporting.described_plan import assumed_line, assumptions
 from ds_hetero.values.plans.reading import SCENARIO
 

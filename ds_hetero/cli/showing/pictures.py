@@ -26,14 +26,13 @@ from matplotlib.patches import Patch, Rectangle
 from ds_hetero.cli.printing import makeups, rank_ranges, terms_text
 from ds_hetero.cli.scenario import Scenario
 from ds_hetero.common.text import GIB, time_text
-from ds_hetero.cost.model import CostModel
-from ds_hetero.cost.prediction import Prediction, Span
+from ds_hetero.cost.model import CostModel, Prediction, Span
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.planner.documents.summary import DocumentsReport
-from ds_hetero.planner.explain import describe
 from ds_hetero.planner.pipeline_search.finish import Finished
 from ds_hetero.planner.pipelines.explain import reasons_of
+from ds_hetero.planner.planned import describe
 from ds_hetero.values.schedule import Schedule
 
 MAX_TIMELINE_RANKS = 16  # drawn; where there are more kinds of work, the first ones

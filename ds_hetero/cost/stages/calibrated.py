@@ -36,7 +36,7 @@ from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, Pools, StageCosts, StageOption, SyncTimes
 from ds_hetero.cost.terms.layer_memory import LayerMemory, LayerShare, layer_memory, logit_bytes
-from ds_hetero.cost.terms.zero_host_time import RingCollective
+from ds_hetero.cost.terms.times import RingCollective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
@@ -49,8 +49,6 @@ class CalibratedStageCosts(StageCosts):
     """Cost model of what the runtime does.
 
     Args:
-        cluster: all devices.
-        model: what is trained.
         workload: length, attention, checkpointing, loss and bytes; its batches and ZeRO stage take no part, since
             `AsymmetricGradientSync` partitions optimizer state over the holders of every element.
         inners: those of `INNERS` that the model can run.
@@ -279,7 +277,6 @@ class HopTimes:
     """Times of hops between blocks.
 
     Args:
-        cluster: all devices.
         token_bytes: activations of one token.
         seq_len: tokens of a sequence.
         pools: of the cluster.

@@ -68,8 +68,6 @@ class GradientTimes:
     """Times of the synchronization of plans, and its owners.
 
     Args:
-        cluster: all devices.
-        model: what is trained.
         workload: bytes of an element and of optimizer state per parameter.
         memory_s_per_byte: of each kind of device.
     """

@@ -84,7 +84,6 @@ class HexiScaleStageCosts(StageCosts):
     """Cost model of the paper, or of its code.
 
     Args:
-        cluster: all devices.
         model: its layers count as 12 H^2 parameters, as the paper's do.
         seq_len: tokens of a sequence.
         code_constants: those of the public code, named ``hexiscale``; False for the print, named ``hexiscale-paper``.
@@ -264,8 +263,6 @@ def make_stage_costs(
 
     Args:
         name: one of `STAGE_COSTS`; ``hexiscale`` is its public code, ``hexiscale-paper`` its equations as printed.
-        cluster: all devices.
-        model: what is trained.
         workload: HexiScale's take its length and whether activations are computed again.
         find: schedules for stages of unlike devices, for ``calibrated``.
 

@@ -250,7 +250,6 @@ class StageCosts(ABC):
     what a published model does not have: schedules inside a stage, and owners of optimizer state by weight.
 
     Args:
-        cluster: all devices.
         model: what is trained; its layers are all alike.
         seq_len: tokens of a sequence.
         activation_checkpointing: whether activations are computed again in the backward.

@@ -74,7 +74,6 @@ def place_lengths(
 
     Args:
         lengths: of the documents.
-        costs: of the units.
         padding: tokens outside every document.
         min_cut_tokens: shorter documents are not cut.
 
@@ -148,7 +147,6 @@ def with_padding(lengths: Sequence[int], pieces: list[Pieces], costs: UnitCosts,
     Args:
         lengths: of the documents.
         pieces: units of every document.
-        costs: of the units.
         padding: tokens outside every document.
     """
     loads = loads_of(lengths, pieces, costs)

@@ -40,7 +40,6 @@ def make_placement(
         documents: intervals of the row, ascending and disjoint.
         length: tokens of the row.
         placed: units of every document with their tokens.
-        costs: of the units.
         heads: of every node, where documents over all units exchange heads between nodes.
     """
     cut: dict[tuple[tuple[int, ...], bool], list[tuple[Range, tuple[int, ...]]]] = {}
@@ -152,7 +151,6 @@ def place_by_heads(
     Args:
         lengths: of the documents.
         best: the placement whose keys and values are passed on.
-        costs: of the units.
         num_heads: query heads.
         padding: tokens outside every document.
     """

@@ -197,7 +197,6 @@ def ideal_s(lengths: Sequence[int], costs: UnitCosts, padding: int = 0) -> float
 
     Args:
         lengths: of the documents.
-        costs: of the units.
         padding: tokens outside every document.
     """
     tokens, squares = sum(lengths) + padding, sum(map(mul, lengths, lengths))
@@ -257,7 +256,6 @@ def crossing_s(crossed: Sequence[int], entering: Sequence[float], costs: UnitCos
     Args:
         crossed: tokens that a node receives, ``[node]``.
         entering: thereof over the link of a unit, ``[unit]``.
-        costs: of the units.
     """
     times = [tokens * s for tokens, s in zip(crossed, costs.cross_s, strict=True)]
     if costs.link_s:

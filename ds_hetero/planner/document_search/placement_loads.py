@@ -24,7 +24,6 @@ def placement_loads(placement: Placement, documents: Sequence[Range], costs: Uni
     Args:
         placement: of one batch row.
         documents: intervals of the row, ascending and disjoint.
-        costs: of the units.
     """
     first, *more = placement.lanes
     if not more and first.spans == ((0, placement.length),) and len(first.members) > 1 and not first.by_heads:
@@ -51,7 +50,6 @@ def stream_loads(lane: Lane, documents: Sequence[Range], costs: UnitCosts) -> Lo
     Args:
         lane: the whole row, cut over all units.
         documents: intervals of the row, ascending and disjoint.
-        costs: of the units.
     """
     held: list[tuple[int, int, int]] = []
     for unit, intervals in zip(lane.members, lane.intervals, strict=True):

@@ -42,7 +42,6 @@ def over_one_node(lengths: Sequence[int], by_node: Sequence[Sequence[int]], cost
     Args:
         lengths: of the documents.
         by_node: documents of every node.
-        costs: of the units.
     """
     placed: list[Pieces] = [[] for _ in lengths]
     for units, documents in zip(costs.units_by_node, by_node, strict=True):
@@ -57,7 +56,6 @@ def over_one_node_s(lengths: Sequence[int], nodes: Bins, costs: UnitCosts) -> tu
     Args:
         lengths: of the documents.
         nodes: empty bins, one per node, with the speed of all its units.
-        costs: of the units.
 
     Returns:
         Infinity and nothing where memory does not suffice.
@@ -143,7 +141,6 @@ def two_level(
     Args:
         lengths: of the documents.
         order: their indices, longest first.
-        costs: of the units.
         bound_s: ideal time of the block.
         effort: how much more than the ideal time a unit and a node may take.
         least_tokens: fragments are this long where possible.

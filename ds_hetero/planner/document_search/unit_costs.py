@@ -199,7 +199,6 @@ def crossing_of(ring: Pieces, costs: UnitCosts) -> Crossing:
 
     Args:
         ring: its units, by ascending node, on more than one of these, and their tokens.
-        costs: of the units.
     """
     by_node: dict[int, list[tuple[int, int]]] = {}
     for piece in ring:

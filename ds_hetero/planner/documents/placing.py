@@ -109,7 +109,6 @@ def expect_places(planner: str, costs: UnitCosts) -> None:
 
     Args:
         planner: its name.
-        costs: of the units.
 
     Raises:
         PlanError: there is no such planner of documents, or its paper cannot describe the units.

@@ -125,7 +125,6 @@ def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Seq
     Args:
         cost: the cost model; its workload gives the tokens of the row.
         schedule: gives the units.
-        lengths: of the documents.
 
     Raises:
         PlanError: the documents do not fit into the row.

@@ -16,14 +16,13 @@ from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.common.arrays import Floats
 from ds_hetero.common.text import GIB
 from ds_hetero.cost import make_cost_model
-from ds_hetero.cost.model import CostModel
-from ds_hetero.cost.prediction import Prediction
+from ds_hetero.cost.model import CostModel, Prediction
 from ds_hetero.cost.terms.memory import partitioned_bytes, partitioned_parts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planned import Baselines, ScheduleCandidate, fastest
 from ds_hetero.planner.planning import searched_candidates, strategy
-from ds_hetero.planner.search.memory_fit import fits_somehow
+from ds_hetero.planner.search.closed_forms import fits_somehow
 from ds_hetero.values.schedule import Schedule
 
 

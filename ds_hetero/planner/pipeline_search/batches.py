@@ -58,7 +58,6 @@ def split_global_batch(
         fill_s: time of the first micro-batch, by pipeline.
         period_s: of each following one.
         sizes: samples of a micro-batch.
-        samples: the global batch.
     """
     if sum(sizes) > samples:
         return None

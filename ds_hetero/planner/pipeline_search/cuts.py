@@ -55,11 +55,7 @@ class LayerCut:
 
 
 class LayerCuts:
-    """The best cuts of pipelines; kept by what their blocks are, not by which.
-
-    Args:
-        costs: the cost model.
-    """
+    """The best cuts of pipelines; kept by what their blocks are, not by which."""
 
     def __init__(self, costs: StageCosts) -> None:
         self.costs = costs
@@ -151,7 +147,6 @@ def make_cut(
     """Return the cut with given layers; None if it does not fit into memory or a block cannot run a stage.
 
     Args:
-        costs: the cost model.
         blocks: of the stages.
         layers: of every stage.
         micro_batch_size: samples.

@@ -62,9 +62,7 @@ class Evaluator:
     """Judges plans under one cost model, global batch and objective.
 
     Args:
-        costs: the cost model.
         samples: the global batch.
-        objective: what is made small.
         cuts: layer cuts to share with other evaluators of the same cost model.
 
     Attributes:
@@ -192,8 +190,6 @@ def judge(
     """Judge given layers and micro-batches by the last word on every pipeline (`StageCosts.pipeline_s`).
 
     Args:
-        costs: the cost model.
-        objective: what is made small.
         shapes: blocks of every pipeline.
         cuts: layers likewise.
         micro_batches: likewise.

@@ -122,7 +122,6 @@ def memory_by_rank(costs: StageCosts, finished: Finished, ranks: Sequence[Sequen
     """Peak memory of every rank, ascending.
 
     Args:
-        costs: the cost model.
         finished: the plan.
         ranks: of every stage, by pipeline.
     """

@@ -26,7 +26,6 @@ def joins(costs: StageCosts, plan: PlanCandidate) -> Iterator[tuple[Shape, ...]]
     """Yield plans in which two stages of the pipelines of one makeup share their sequences, cheapest exchange first.
 
     Args:
-        costs: the cost model.
         plan: by its closed form.
     """
     found: dict[tuple[object, ...], tuple[float, tuple[Shape, ...]]] = {}
@@ -97,7 +96,6 @@ def neighbouring_plans(
     """Yield plans that are one move away.
 
     Args:
-        shapes: the plan.
         pools: the devices.
         sizes: of micro-batches that may be tried.
         inners: ways in which blocks of several devices may share their work.

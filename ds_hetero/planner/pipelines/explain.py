@@ -37,7 +37,6 @@ def reasons_of(
     """Return what decides the time of a plan: a stage, a link or the gradients; its memory; and the next best shape.
 
     Args:
-        costs: the cost model.
         finished: the plan.
         value: what the objective says of it.
         others: plans that came close, best first.

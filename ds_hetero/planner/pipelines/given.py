@@ -81,8 +81,6 @@ def judge_given(
     Args:
         plan: of pipelines, from a file.
         cost_model: its name, see `make_stage_costs`.
-        cluster: all devices.
-        model: what is trained.
         workload: of one pipeline.
 
     Returns:

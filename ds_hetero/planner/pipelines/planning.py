@@ -88,7 +88,6 @@ def plan_pipelines(
 
     Args:
         cluster: all devices; some may stay idle.
-        model: what is trained.
         workload: length, attention and loss. Batches and recomputation are chosen here.
         global_batch: samples per optimizer step.
         costs: the cost model, which fixes recomputation; left out, the calibrated one with and without it.

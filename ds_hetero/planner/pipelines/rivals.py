@@ -16,11 +16,10 @@ from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.terms.memory import static_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.explain import describe
 from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate
 from ds_hetero.planner.pipeline_search.starts import judge_layers, uniform_grids
 from ds_hetero.planner.pipelines.explain import shape_text
-from ds_hetero.planner.planned import Baselines, Rival, ScheduleCandidate
+from ds_hetero.planner.planned import Baselines, Rival, ScheduleCandidate, describe
 from ds_hetero.planner.published.interface import PublishedPlanner
 from ds_hetero.planner.published.registry import PLANNERS
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
@@ -36,8 +35,6 @@ def best_grid(
     """Return the best grid of equal pipelines with equal layers over all devices.
 
     Args:
-        costs: the cost model.
-        objective: what is made small.
         samples: the global batch.
         sizes: of micro-batches that may be tried.
     """
@@ -63,7 +60,6 @@ def best_published(
     Args:
         planner: one that plans pipelines.
         models: with and without recomputation, say.
-        objective: what is made small.
         samples: the global batch.
         sizes: of micro-batches that may be tried.
     """
@@ -90,12 +86,9 @@ def best_sequence(
     tried.
 
     Args:
-        cluster: all devices.
-        model: what is trained.
         workload: its ZeRO stage is used; its batches are not.
         samples: the global batch.
         sizes: of micro-batches that may be tried.
-        objective: what is made small.
         known: its value for the best other plan.
     """
     name, num_ranks = "sequence parallelism", cluster.num_ranks
@@ -174,8 +167,6 @@ def other_plans(
     """Return the plans of other searches that are cheap on this cluster, best first.
 
     Args:
-        costs: the cost model.
-        objective: what is made small.
         samples: the global batch.
         sizes: of micro-batches that may be tried.
     """

@@ -25,7 +25,6 @@ def find_planner(name: str, kind: str) -> PublishedPlanner:
     """Return a published planner by its name.
 
     Args:
-        name: of the planner.
         kind: of the plan that it shall make, of `KINDS`.
 
     Raises:

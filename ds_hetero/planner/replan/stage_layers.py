@@ -49,7 +49,6 @@ def best_layers(speeds: PipelineSpeeds, layers: Sequence[int]) -> tuple[int, ...
     """Return the layers by stage that layer by layer could not be made faster.
 
     Args:
-        speeds: of the pipeline.
         layers: to begin with; every stage has one at least.
     """
     best, best_s = tuple(layers), pipeline_s(speeds, layers)

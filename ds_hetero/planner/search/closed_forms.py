@@ -5,22 +5,117 @@ Ring order: in which order KV blocks pass through the groups when links differ.
 Every block travels round the whole ring, so a slow link costs the same wherever it is; what an order can
 change is how many slow links are in the ring, how well neighbouring head cuts match, and how many transfers share
 a port at a time.
+
+Making an assignment fit into memory, and saying what would fit when nothing does.
+
+Memory grows with a rank's own tokens (activations of every layer) and with its heads of its group's tokens (attention
+of one layer); moving tokens from full ranks to ranks with room mends both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import permutations, product
 
 import numpy as np
 
 from ds_hetero.common.arrays import Bools, Floats, Ints, distinct
+from ds_hetero.cost import make_cost_model
+from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.grouping import Grouping
-from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS, EvaluationBudget, Shortlist
-from ds_hetero.planner.search.memory_fit import fit_memory
 from ds_hetero.planner.search.partitions import M1, active_sets, groupings, with_idle
-from ds_hetero.planner.search.problem import LEAST_GAIN, Assignment, Problem
+from ds_hetero.planner.search.problem import (
+    EXHAUSTIVE_RANKS,
+    LEAST_GAIN,
+    Assignment,
+    EvaluationBudget,
+    Problem,
+    Shortlist,
+)
 from ds_hetero.planner.search.shares import apportion, fill_groups, fill_ranks
+
+ROUNDS = 30
+MARGIN = 0.999  # of the room, so that rounding to whole tokens still fits
+
+
+def fit_memory(cost: CostModel, grouping: Grouping, tokens: Floats, heads: Ints) -> Floats | None:
+    """Tokens near the given ones with which every rank fits; None where there is no such.
+
+    Full ranks give what they cannot hold to the others, in proportion to their room. A rank's memory grows with its own
+    tokens and with those of its group; the first slope says what it can hold while the second stands still, and
+    where tokens change their group it is computed again.
+    """
+    total, working = tokens.sum(), tokens > 0
+    heads_of_both, direction = np.stack([heads, heads]), _exchanged(grouping)
+    for _ in range(ROUNDS):
+        step = tokens.sum() * 1e-6 * direction
+        need, moved = cost.memory_bytes(grouping, np.stack([tokens, tokens + step]), heads_of_both)
+        if (need <= cost.capacity_bytes_D).all():
+            return tokens
+        bytes_per_own_token = np.maximum((moved - need) / step, 1.0)
+        spare = MARGIN * (cost.capacity_bytes_D - need) / bytes_per_own_token
+        holds = np.where(working, np.maximum(tokens + spare, 0.0), 0.0)
+        kept = np.minimum(tokens, holds)
+        room = holds - kept
+        missing = total - kept.sum()
+        if room.sum() < missing:
+            return None
+        tokens = kept + room * (missing / room.sum())
+    return None
+
+
+def _exchanged(grouping: Grouping) -> Floats:
+    """Tokens that half of a group's ranks give to the other half, ``[D]``, so that its length stays.
+
+    What a small step in this direction needs is the slope of every rank's memory in its own tokens.
+    """
+    place = np.empty_like(grouping.order)
+    place[grouping.order] = np.arange(len(place)) - np.repeat(grouping.offsets[:-1], grouping.sizes)
+    size = grouping.sizes[grouping.group_of]
+    return np.where(place < size // 2, -1.0 / np.maximum(size // 2, 1), 1.0 / (size - size // 2))
+
+
+def has_room(cost: CostModel) -> bool:
+    """Whether every rank can hold what it holds without tokens and heads, which no schedule makes less."""
+    num_ranks = cost.cluster.num_ranks
+    grouping = Grouping(cost.cluster, [range(num_ranks)])
+    least_D = cost.memory_bytes(grouping, np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64))
+    return bool((least_D <= cost.capacity_bytes_D).all())
+
+
+def longest_of_assignment(cost: CostModel) -> int:
+    """About how many tokens of a sequence would fit on this cluster, by bisection; 0 if the model itself does not."""
+    if not has_room(cost):
+        return 0
+    low, high = 0, cost.workload.seq_len
+    while high - low > max(1, low // 50):
+        middle = (low + high) // 2
+        shorter = make_cost_model(cost.name, cost.cluster, cost.model, replace(cost.workload, seq_len=middle))
+        if fits_somehow(shorter):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def fits_somehow(cost: CostModel) -> bool:
+    """Whether one of three simple groupings fits, with the tokens that its ranks have room for."""
+    return any(fit_memory(cost, *simple) is not None for simple in _simple(cost))
+
+
+def _simple(cost: CostModel) -> Iterator[tuple[Grouping, Floats, Ints]]:
+    """The ring, one group per node and one group of all, with tokens by free memory."""
+    num_ranks, num_heads = cost.cluster.num_ranks, cost.model.num_heads
+    node = cost.cluster.node_of_rank
+    by_node = [np.flatnonzero(node == n) for n in range(int(node.max()) + 1)]
+    share = cost.capacity_bytes_D / cost.capacity_bytes_D.sum()
+    for groups in (list(np.arange(num_ranks)[:, None]), by_node, [np.arange(num_ranks)]):
+        heads = np.zeros(num_ranks, dtype=np.int64)
+        for group in groups:
+            heads[group] = apportion(tuple(share[group].tolist()), num_heads)
+        yield Grouping(cost.cluster, groups), share * cost.workload.seq_len, heads
+
 
 ALL_ORDERS = 5  # groups up to which every order is tried
 TOUR = 96  # groups up to which a tour is improved by 2-opt
@@ -101,8 +196,6 @@ def starts(problem: Problem, budget: EvaluationBudget, shortlist: Shortlist) -> 
     fast.
 
     Args:
-        problem: what to minimize.
-        budget: how much may be evaluated.
         shortlist: an empty one, which says what is worth evaluating to the end.
     """
     least = np.inf

@@ -24,8 +24,7 @@ from typing import TypeVar
 import numpy as np
 
 from ds_hetero.common.arrays import Bools, Floats, Ints, distinct
-from ds_hetero.planner.search.budget import EXHAUSTIVE_RANKS
-from ds_hetero.planner.search.problem import Problem
+from ds_hetero.planner.search.problem import EXHAUSTIVE_RANKS, Problem
 
 MAX_PATTERNS = 20_000
 THRIFT = (0.05, 0.0, 0.5)

@@ -23,8 +23,7 @@ import numpy as np
 
 from ds_hetero.common.arrays import Bools, Floats, Ints, distinct
 from ds_hetero.cost.terms.grouping import Grouping
-from ds_hetero.planner.search.budget import EvaluationBudget
-from ds_hetero.planner.search.problem import Assignment, Problem, Tried
+from ds_hetero.planner.search.problem import Assignment, EvaluationBudget, Problem, Tried
 
 Masks = Bools
 

@@ -16,19 +16,19 @@ from dataclasses import replace
 import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints
-from ds_hetero.planner.search.budget import (
+from ds_hetero.planner.search.closed_forms import M1_IDLE, ONE_PARTITION, best_assignment, best_order, has_room, starts
+from ds_hetero.planner.search.partitions import active_sets, groupings, neighbours, with_idle
+from ds_hetero.planner.search.problem import (
     EXHAUSTIVE_RANKS,
     FEW_RANKS,
     THOROUGH_RANKS,
+    Assignment,
     EvaluationBudget,
+    Problem,
     Shortlist,
     best_of,
     working,
 )
-from ds_hetero.planner.search.closed_forms import M1_IDLE, ONE_PARTITION, best_assignment, best_order, starts
-from ds_hetero.planner.search.memory_fit import has_room
-from ds_hetero.planner.search.partitions import active_sets, groupings, neighbours, with_idle
-from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.proposals import STEPS, descend, round_to_units
 from ds_hetero.planner.search.shares import cap_shares
 
@@ -52,7 +52,6 @@ def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Ass
     """The best assignments of the search, best first, one per partition of the working ranks; empty where nothing fits.
 
     Args:
-        problem: what to minimize.
         budget: how much may be evaluated; left out, what suits the number of ranks.
     """
     if not has_room(problem.cost):
@@ -86,12 +85,7 @@ def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Ass
 
 
 def first_look(problem: Problem, budget: EvaluationBudget) -> Assignment | None:
-    """The best start after a short descent, if anything fits: what `search` improves on, in a small part of its time.
-
-    Args:
-        problem: what to minimize.
-        budget: how much may be evaluated.
-    """
+    """The best start after a short descent, if anything fits: what `search` improves on, in a small part of its time."""
     if not has_room(problem.cost):
         return None
     best = starts(problem, budget.split(2), Shortlist(1))

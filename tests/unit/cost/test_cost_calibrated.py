@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from ds_hetero.cluster import Cluster, cluster_from_dict, load_cluster
 from ds_hetero.cost import Grouping, Workload, make_cost_model
 from ds_hetero.cost.terms.grouping import kv_heads_of_ranks, ring_edges
-from ds_hetero.cost.terms.ring_time import exchange_s
-from ds_hetero.cost.terms.zero_host_time import RingCollective
+from ds_hetero.cost.terms.times import RingCollective, exchange_s
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.baselines import ring, ulysses, usp

@@ -8,8 +8,7 @@ import json
 import pytest
 
 from benchmarks.real_cards.__main__ import MEASUREMENTS, main
-from ds_hetero.cluster.catalogue import CATALOGUE, UNMEASURED_ERROR, confidence
-from ds_hetero.cluster.catalogue_rows import with_attention
+from ds_hetero.cluster.catalogue import CATALOGUE, UNMEASURED_ERROR, confidence, with_attention
 from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.errors import ClusterError, PlanError

@@ -12,7 +12,7 @@ from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
-from ds_hetero.planner.advice import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
+from ds_hetero.planner.planning import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
 
 MODEL = load_model("gpt-3b")
 

@@ -44,7 +44,6 @@ def plan_hexiscale(
 
     Args:
         costs: the cost model, in place of the paper's appendix A.
-        objective: what is made small.
         samples: the global batch.
         sizes: of micro-batches that are tried.
         rounds: of both phases.

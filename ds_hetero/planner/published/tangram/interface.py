@@ -209,7 +209,6 @@ class UniformParallelizer:
     """Tries every data, pipeline and tensor-parallel degree.
 
     Args:
-        costs: the cost model.
         samples: the global batch.
         sizes: of micro-batches that are tried.
     """

@@ -239,8 +239,6 @@ def plan_tangram(
     """Return Tangram's plan; None if no composition fits.
 
     Args:
-        costs: the cost model.
-        objective: what is made small.
         samples: the global batch.
         sizes: of micro-batches that are tried.
         rules: of pruning; left out, all four.
