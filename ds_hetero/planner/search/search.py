@@ -85,7 +85,7 @@ def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Ass
 
 
 def first_look(problem: Problem, budget: EvaluationBudget) -> Assignment | None:
-    """Return the best start after a short descent, if anything fits: `search` improves on it, in a small part of its time."""
+    """Return the best start after a short descent, if anything fits; `search` improves on it, in little of its time."""
     if not has_room(problem.cost):
         return None
     best = starts(problem, budget.split(2), Shortlist(1))
