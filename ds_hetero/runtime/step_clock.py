@@ -5,6 +5,7 @@ passes in the engine's forward and backward:
 
     with clock.forward(True):                        around the engine's forward
     with clock.backward():                           around its backward
+    clock.note_gradients()                           inside: the gradients have been computed
 
 and a stage of a pipeline says when a pass begins and how far it is:
 
@@ -222,6 +223,7 @@ class StepClock(Clock):
         self._step = _Step()
         self._pending: deque[_Step] = deque(maxlen=_KEPT_STEPS)
         self._inside = False
+        self._gradients: tuple[_Mark, int] | None = None  # moment and ranges when those of a backward were computed
         self._latest: _Step | None = None
 
     def phase(self, kind: str, name: str) -> AbstractContextManager[object]:
@@ -269,18 +271,32 @@ class StepClock(Clock):
                 step.calls.append(("forward", begin, end))
 
     @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Time a backward up to its last exchange; what follows may be a wait for gradients of other ranks."""
+    def backward(self, exchanges: bool = True) -> Iterator[None]:
+        """Time a backward.
+
+        Args:
+            exchanges: between its layers. Then it is timed up to the last of them: what follows may be a wait for
+                gradients of other ranks. Without, up to `note_gradients`, less the collectives on this stream.
+        """
         with _named("backward"):
             step, begin = self._step, self._now()
-            first = len(step.ranges)
+            first, self._gradients = len(step.ranges), None
             try:
                 yield
             finally:
-                in_block = [i for i in range(first, len(step.ranges)) if step.ranges[i][0] in _IN_BLOCK]
-                if in_block:
-                    step.add_pass(BACKWARD, begin, step.ranges[in_block[-1]][2], first, in_block[-1] + 1)
-                step.calls.append(("backward", begin, self._now()))
+                end = self._now()
+                if exchanges:
+                    in_block = [i for i in range(first, len(step.ranges)) if step.ranges[i][0] in _IN_BLOCK]
+                    if in_block:
+                        step.add_pass(BACKWARD, begin, step.ranges[in_block[-1]][2], first, in_block[-1] + 1)
+                elif self._gradients is not None:
+                    moment, last = self._gradients
+                    step.add_pass(BACKWARD, begin, moment, first, last)
+                step.calls.append(("backward", begin, end))
+
+    def note_gradients(self) -> None:
+        """Take note that the backward that runs has computed its gradients; what it does next is to exchange them."""
+        self._gradients = self._now(), len(self._step.ranges)
 
     def start_pass(self, kind: str, micro_batch: int) -> None:
         """Begin a pass; three calls of `mark` follow."""

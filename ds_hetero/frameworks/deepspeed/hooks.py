@@ -201,7 +201,8 @@ def find_unit(hooked: SplitEngine, forward: Function, *args: object, **kwargs: o
 
 def time_backward(hooked: SplitEngine, backward: Function, *args: object, **kwargs: object) -> object:
     """Time a backward."""
-    with hooked.clock.running(), hooked.clock.backward():
+    exchanges = not isinstance(hooked.model, WholeModel)
+    with hooked.clock.running(), hooked.clock.backward(exchanges):
         return backward(*args, **kwargs)
 
 
@@ -248,6 +249,7 @@ def begin_backward(hooked: SplitEngine, begin: Callable[[], None]) -> None:
 
 def end_backward(hooked: SplitEngine, end: Callable[[], None]) -> None:
     """Note that a backward has ended."""
+    hooked.clock.note_gradients()
     end()
     hooked.backwards.end()
 

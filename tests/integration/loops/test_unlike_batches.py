@@ -175,7 +175,7 @@ def _loop(rank: int, loop: str) -> Any:
 
 
 class Slow(nn.Module):
-    """Rows to numbers; a rank takes ``s_per_sample`` for each."""
+    """Rows to numbers; a rank takes ``s_per_sample`` for each in the backward, and as long as the others before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,9 +184,11 @@ class Slow(nn.Module):
         self.s_per_sample = 0.0
 
     def forward(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(rows)
         if self.training:
-            time.sleep(self.s_per_sample * len(rows))
-        return (self.last(torch.tanh(self.first(rows)))[:, 0] - values).square().mean()
+            time.sleep(0.001 * len(rows))
+            hidden.register_hook(lambda grad: time.sleep(self.s_per_sample * len(rows)))
+        return (self.last(torch.tanh(hidden))[:, 0] - values).square().mean()
 
 
 def _rows(count: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:

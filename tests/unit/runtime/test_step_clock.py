@@ -7,6 +7,7 @@ import torch
 
 from ds_hetero.runtime import step_clock as clock_module
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, ATTENTION, IDLE, RING_WAIT, UNTIMED, StepClock
+from ds_hetero.values.plans.timetable import BACKWARD, FORWARD
 
 
 class Times:
@@ -72,6 +73,26 @@ def test_a_step_of_two_micro_batches(times):
     assert (step.attention_flops, step.attention_backward_flops) == (140, 100)
     assert (step.tokens, step.length) == (120, 40)
     assert times.clock.pop_finished() == []
+
+
+def test_a_backward_without_exchanges_counts_up_to_its_gradients_less_the_waits_in_it(times):
+    for _ in range(2):
+        with times.clock.forward(training=True):
+            times.spend(4)
+            times.spend(0.5, IDLE)  # ZeRO-3 gathers
+        with times.clock.backward(exchanges=False):
+            times.spend(1, IDLE)  # the loss is scaled
+            times.spend(6)
+            times.spend(0.25, IDLE)  # a bucket of gradients
+            times.spend(2)
+            times.clock.note_gradients()
+            times.spend(3, IDLE)  # the last buckets
+            times.spend(20)
+    times.clock.end_step()
+    (step,) = times.clock.pop_finished()
+    assert step.model_s == pytest.approx(2 * (4 + 6 + 2))
+    assert step.idle_s == pytest.approx(2 * (0.5 + 1 + 0.25 + 3))
+    assert [one.kind for one in step.passes] == [FORWARD, BACKWARD] * 2
 
 
 def test_a_step_begins_where_the_last_one_ended(times):
