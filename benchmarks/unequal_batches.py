@@ -4,9 +4,9 @@
 
 A Trainer script and an own loop each train with equal batches [4, 4], with ``"batch": [6, 2]`` and with
 ``"by_speed"``, by turns, in rounds. Speeds are emulated by sleeping: a rank waits 20 or 60 ms for every sample, a third
-of it in the forward, the rest in the backward, so that two ranks do not disturb each other on two cores. A step of equal
-batches takes 4 samples of the slow rank, and the best one 2: no batches can be more than 2.0 times faster. The first
-steps, in which ``"by_speed"`` looks, are not counted. Losses of all steps are compared with plain torch on one process.
+of it in the forward, the rest in the backward, so that two ranks do not disturb each other on two cores. A step of
+equal batches takes 4 samples of the slow rank, and the best one 2: no batches can be more than 2.0 times faster. The
+first steps, in which ``"by_speed"`` looks, are not counted. Losses of all steps are compared with those of plain torch.
 """
 
 from __future__ import annotations

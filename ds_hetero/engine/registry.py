@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -17,6 +17,7 @@ from ds_hetero.decision.decide import JobStart
 from ds_hetero.decision.decide_pipelines import inners_of
 from ds_hetero.decision.facts import JobFacts
 from ds_hetero.decision.resolve import sp_size_of
+from ds_hetero.decision.start_text import announce
 from ds_hetero.engine.adapters import Adapters, ModelAdapter, SplitModel, StagedModel
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.engine.patching import Patches
@@ -301,7 +302,7 @@ class Registry:
         searches = wanted and not by_documents
         replanning = Replanning(start.plan, ScheduleSearch(start), change_plan) if searches else None
         if start.section.changes_batches:
-            replanning = Replanning(start.plan, BatchSearch(start.section), change_plan)
+            replanning = _replanning_batches(prepared, change_plan)
         prepared.is_destroyed = False
         prepared.monitor = self.watch(start, prepared.model.clock, steps_per_print, writer, replanning, documents)
         return prepared.monitor
@@ -365,6 +366,27 @@ class Registry:
         if plan not in self._replicas:
             self._replicas[plan] = make_replica(plan, self.process_groups)
         return self._replicas[plan]
+
+
+def _replanning_batches(prepared: PreparedModel, change_plan: Callable[[Plan], None]) -> Replanning:
+    """Of ranks that take whole samples: what fits is tried, unless a forward would gather parameters for it."""
+    start, weak, model = prepared.start, weakref.ref(prepared), prepared.model
+    assert isinstance(model, WholeModel)
+    tries = start.facts.training.zero_stage < 3
+    search = BatchSearch(start.section, tries=tries)
+    if not tries:
+        return Replanning(start.plan, search, change_plan)
+    model.try_batches()
+
+    def fits(plan: Plan) -> bool:
+        tried = weak()
+        assert tried is not None and isinstance(tried.model, WholeModel)
+        full = search.learn(plan, tried.model.room(plan))
+        for line in full if World.current().rank == 0 else ():
+            announce(line)
+        return not full
+
+    return Replanning(start.plan, search, change_plan, fits)
 
 
 def _stragglers(start: JobStart, replanning: Replanning | None) -> Stragglers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ds_hetero.errors import BatchError, ConfigError, ModelError, StepError
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.loss_units import Batch, UnitCounts, expect_declared, labels_of, probe, unit_of_probes
+from ds_hetero.runtime.data.batch_trial import BatchTrial
+from ds_hetero.runtime.data.loss_units import (
+    Batch,
+    UnitCounts,
+    expect_declared,
+    loss_in,
+    num_rows,
+    probe,
+    unit_of_probes,
+)
 from ds_hetero.runtime.data.sample_loader import MicroBatchWeights
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream
 from ds_hetero.runtime.devices import default_device
@@ -20,6 +29,7 @@ from ds_hetero.runtime.peers.calls import REMEDY
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.placement import Placer
+from ds_hetero.values.plans import Plan
 from ds_hetero.values.section import SECTION, HeterogeneitySection
 
 _ARGUMENTS = "*"  # by position, among those by name
@@ -57,7 +67,9 @@ class WholeModel:
         self._loss_of_model: float | None = None  # of the latest forward, until a loss has been compared with it
         self.clock = StepClock(default_device())
         self._record: object = None
-        self._hooks = model.register_forward_pre_hook(self._before), model.register_forward_hook(self._after)
+        self._trial: BatchTrial | None = None
+        before = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._hooks = before, model.register_forward_hook(self._after)
 
     @property
     def times_forward(self) -> bool:
@@ -119,8 +131,7 @@ class WholeModel:
         Raises:
             ConfigError: see `unit_of_probes`; on every rank.
         """
-        labels, _ = labels_of(kwargs)
-        rows = next(_first_axes((args, kwargs)), 1) if labels is None else labels.shape[0]
+        rows = num_rows(args, kwargs) or 1
 
         def compute(batch: Batch) -> Tensor | None:
             given = dict(batch)
@@ -264,6 +275,24 @@ class WholeModel:
         has_run, self._has_run = self._has_run, False
         return has_run
 
+    def try_batches(self) -> None:
+        """Let `room` try what fits from now on, with forwards that need no other rank."""
+        self._trial = BatchTrial(self.model)
+
+    def room(self, plan: Plan) -> list[int]:
+        """By rank, the samples of this plan that it has memory for: of more than now, what was tried.
+
+        Caller: every rank of the world, between two steps.
+        Collectives: one `on_all_ranks`.
+        """
+        wanted, now = (
+            split.micro_batch_sizes[self.replica.replica_id]
+            for split in (plan.batch_split, self.replica.batch_split)
+            if split is not None
+        )
+        trial = self._trial
+        return on_all_ranks(lambda: wanted if trial is None or wanted <= now else trial.most(wanted, now))
+
     def change_replica(self, replica: Replica) -> None:
         """Go on with other batches, from the first step on that no rank has drawn.
 
@@ -300,26 +329,28 @@ class WholeModel:
         """Hooks of a copied model go on working; the replica is the same."""
         return self
 
-    def _before(self, model: nn.Module, args: object) -> None:
+    @property
+    def _is_of_training(self) -> bool:
+        """Whether a forward is one of training on unlike batches."""
+        is_tried = self._trial is not None and self._trial.is_running
+        return self.takes_unlike_batches and self.model.training and torch.is_grad_enabled() and not is_tried
+
+    def _before(self, model: nn.Module, args: tuple[Batch, ...], kwargs: dict[str, Batch]) -> None:
         """Look at a forward of training; the module is run as it is."""
-        if not self.takes_unlike_batches or not model.training or not torch.is_grad_enabled():
+        if not self._is_of_training:
             return
         self._has_run = True
+        if self._trial is not None:
+            self._trial.note(args, kwargs)
         if not self._is_checked:
             _expect_no_statistics(model)
             self._is_checked = True
 
     def _after(self, model: nn.Module, args: object, outputs: object) -> None:
         """Keep the loss of a forward of training until it has been compared with that of the script."""
-        if self.takes_unlike_batches and not self._is_compared and model.training and torch.is_grad_enabled():
+        if self._is_of_training and not self._is_compared:
             loss = loss_in(outputs)
             self._loss_of_model = None if loss is None else float(loss.detach())
-
-
-def loss_in(outputs: object) -> Tensor | None:
-    """The loss that a module returned: ``outputs.loss``, or a scalar; None where there is none."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
-    return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() else None
 
 
 @contextlib.contextmanager
@@ -333,19 +364,6 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _first_axes(entry: Batch) -> Iterator[int]:
-    """Lengths of the first axes of the tensors in arguments."""
-    if isinstance(entry, Tensor):
-        if entry.dim():
-            yield entry.shape[0]
-    elif isinstance(entry, Mapping):
-        for part in entry.values():
-            yield from _first_axes(part)
-    elif isinstance(entry, list | tuple):
-        for part in entry:
-            yield from _first_axes(part)
 
 
 def _expect_no_statistics(model: nn.Module) -> None:

@@ -142,15 +142,23 @@ class Replanning:
         plan: that the job begins with.
         search: looks for faster ones; rank 0's is used.
         change_plan: called on every rank with the new plan.
+        fits: called on every rank before that: whether all have memory for it, which the search learns; None where it
+            proposes nothing else.
 
     Attributes:
         changes: oldest first; the same on every rank.
     """
 
-    def __init__(self, plan: Plan, search: PlanSearch, change_plan: Callable[[Plan], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        search: PlanSearch,
+        change_plan: Callable[[Plan], None],
+        fits: Callable[[Plan], bool] | None = None,
+    ) -> None:
         self.plan, self.changes = plan, list[PlanChange]()
         self._world = World.current()
-        self._change_plan = change_plan
+        self._change_plan, self._fits = change_plan, fits
         self._s_per_token_before: float | None = None  # of the latest change, until it has been judged
         self._search = search if self._world.rank == 0 else None
 
@@ -164,16 +172,21 @@ class Replanning:
             Whether the plan has changed.
 
         Caller: every rank of the world.
-        Collectives: one `on_all_ranks`.
+        Collectives: one `on_all_ranks`, and one more for every proposal that did not fit.
         """
         self._judge_latest_change(step, seen)
-        changes = self._world.on_all_ranks(lambda: self._propose(step, seen))[0]
-        if not changes:
-            return False
-        for change in changes:
-            self.plan = change.applied_to(self.plan)
-            if self._world.rank == 0:
-                announce(f"step {step}: {change}")
+        while True:
+            changes = self._world.on_all_ranks(lambda: self._propose(step, seen))[0]
+            if not changes:
+                return False
+            plan = self.plan
+            for change in changes:
+                plan = change.applied_to(plan)
+            if self._fits is None or self._fits(plan):
+                break
+        self.plan = plan
+        for change in changes if self._world.rank == 0 else ():
+            announce(f"step {step}: {change}")
         self.changes += changes
         self._change_plan(self.plan)
         self._s_per_token_before = _s_per_token(seen)

@@ -157,18 +157,38 @@ class BatchSearch:
 
     Args:
         section: with ``"by_speed"`` alone, the first steps are looked at some times; with ``"replan"``, all.
+        tries: what fits is tried before a change, see `learn`; else it is as much as the peaks of memory leave.
     """
 
-    def __init__(self, section: HeterogeneitySection) -> None:
+    def __init__(self, section: HeterogeneitySection, *, tries: bool = False) -> None:
         self._min_gain, self._goes_on = section.replan.min_gain, section.replan.enabled
-        self._left = _LOOKS_AT_START
+        self._left, self._tries = _LOOKS_AT_START, tries
+        self._looked_at = 0  # step
+        self._most = dict[int, int]()  # samples of ranks that have run out of memory with more
+
+    def learn(self, plan: Plan, room: Sequence[int]) -> list[str]:
+        """Learn which ranks have no memory for a plan; a line for each of them, for people.
+
+        Args:
+            plan: that was proposed.
+            room: by rank, how many of its samples the rank has memory for. No rank is given more from now on.
+        """
+        assert plan.batch_split is not None
+        wanted = plan.batch_split.micro_batch_sizes
+        full = {rank: most for rank, most in enumerate(room) if most < wanted[rank]}
+        self._most |= full
+        return [
+            f"rank {rank} ran out of memory when {wanted[rank]} samples were tried, and goes on with {most} at most"
+            for rank, most in full.items()
+        ]
 
     def propose(self, step: int, plan: Plan, seen: JobTimes) -> Sequence[BatchChange]:
         """The change that these times call for; none where it gains too little."""
-        if not (self._goes_on or self._left):
+        if not (self._goes_on or self._left or step == self._looked_at):
             return []
         batch, gain = self._best(plan, seen)
-        self._left = max(self._left - 1, 0)  # the first steps alone may show nothing
+        self._left -= self._left > 0 and step != self._looked_at  # the first steps alone may show nothing
+        self._looked_at = step
         if gain < self._min_gain:
             return []
         return [BatchChange(step=step, batch=batch, gain=gain)]
@@ -186,8 +206,14 @@ class BatchSearch:
             return sizes, 0.0
         s_per_sample = [seconds / size for seconds, size in zip(own_s, sizes, strict=True)]
         total = sum(sizes)
-        room = zip(sizes, (rank.growth for rank in seen.ranks), strict=True)
-        most = [total if math.isinf(growth) else max(size, int(size * growth)) for size, growth in room]
+        most = [total] * len(sizes)
+        if not self._tries:
+            seen_room = [size * rank.growth for size, rank in zip(sizes, seen.ranks, strict=True)]
+            most = [
+                total if math.isinf(room) else max(size, int(room)) for size, room in zip(sizes, seen_room, strict=True)
+            ]
+        for rank, bound in self._most.items():
+            most[rank] = max(bound, sizes[rank])
         batch = balanced_batches(total, s_per_sample, most)
         slowest_s = max(size * seconds for size, seconds in zip(batch, s_per_sample, strict=True))
         return batch, (max(own_s) - slowest_s) / seen.step_s

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from math import hypot, inf
+from math import hypot
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -41,7 +41,6 @@ SHARES = ("attention", "model", "all_to_all", "ring_wait", "idle")
 PHASES = ("forward", "backward", "hop", "bubble", "sync")
 """Of a step of pipelines, see `ds_hetero.job.times`; what they leave is ``"rest"``."""
 RECENT_STEPS = 10  # that minima, medians and maxima are of
-_SPARE_MEMORY = 0.95  # of a device, for what grows with the work on it
 # 4 operations forward and 8 backward per pair and element of a head count as useful (PaLM, arXiv:2204.02311,
 # appendix B), of the 10 that a backward computes without the scores.
 _USEFUL_PER_BACKWARD = 12 / 10
@@ -283,14 +282,6 @@ def peak_flops_per_s(device: torch.device) -> float:
     properties = torch.cuda.get_device_properties(device)
     name = catalogue_name(properties.name, properties.total_memory)
     return CATALOGUE[name].device.peak_flops_per_s if name else 0.0
-
-
-def possible_growth(device: torch.device) -> float:
-    """By what factor the memory in use on this device could grow; infinite on the host."""
-    if device.type != "cuda":
-        return inf
-    total = torch.cuda.get_device_properties(device).total_memory
-    return _SPARE_MEMORY * total / max(torch.cuda.max_memory_allocated(device), 1)
 
 
 def planned_step_s(plan: Plan) -> float | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from math import inf
 
 import torch
 
 from ds_hetero.errors import ConfigError
+
+_SPARE_MEMORY = 0.95  # of a device, for what grows with the work on it
 
 
 def default_device() -> torch.device:
@@ -56,3 +59,11 @@ def device_memory_bytes() -> int:
     """Memory of this rank's accelerator; 0 on the host, where ranks share it."""
     device = default_device()
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def possible_growth(device: torch.device) -> float:
+    """By what factor the memory in use on this device could grow; infinite on the host."""
+    if device.type != "cuda":
+        return inf
+    total = torch.cuda.get_device_properties(device).total_memory
+    return _SPARE_MEMORY * total / max(torch.cuda.max_memory_allocated(device), 1)

@@ -280,17 +280,18 @@ class StepClock(Clock):
         """
         with _named("backward"):
             step, begin = self._step, self._now()
-            first, self._gradients = len(step.ranges), None
+            first = len(step.ranges)
             try:
                 yield
             finally:
                 end = self._now()
+                gradients, self._gradients = self._gradients, None
                 if exchanges:
                     in_block = [i for i in range(first, len(step.ranges)) if step.ranges[i][0] in _IN_BLOCK]
                     if in_block:
                         step.add_pass(BACKWARD, begin, step.ranges[in_block[-1]][2], first, in_block[-1] + 1)
-                elif self._gradients is not None:
-                    moment, last = self._gradients
+                elif gradients is not None:
+                    moment, last = gradients
                     step.add_pass(BACKWARD, begin, moment, first, last)
                 step.calls.append(("backward", begin, end))
 

@@ -9,10 +9,11 @@ Hooks of an engine whose model is split over the sequence, or runs whole on ever
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -35,6 +36,7 @@ from ds_hetero.job.monitor import PredictionCheck, StepMonitor
 from ds_hetero.runtime.peers.calls import FORWARD, own_calls
 from ds_hetero.runtime.peers.waiting import waiting_for_peers
 from ds_hetero.runtime.step_clock import IDLE, StepClock
+from ds_hetero.values.section import SECTION
 
 Hook = Function
 
@@ -187,8 +189,8 @@ class SplitEngine(HookedEngine):
 
 def time_forward(hooked: SplitEngine, forward: Function, *args: object, **kwargs: object) -> object:
     """Time a forward of the model."""
-    clock = hooked.clock
-    with clock.running(), clock.forward(training=hooked.model.times_forward and torch.is_grad_enabled()):
+    clock, training = hooked.clock, hooked.model.times_forward and torch.is_grad_enabled()
+    with clock.running(), clock.forward(training), _naming_batch(hooked.model):
         return forward(*args, **kwargs)
 
 
@@ -202,8 +204,24 @@ def find_unit(hooked: SplitEngine, forward: Function, *args: object, **kwargs: o
 def time_backward(hooked: SplitEngine, backward: Function, *args: object, **kwargs: object) -> object:
     """Time a backward."""
     exchanges = not isinstance(hooked.model, WholeModel)
-    with hooked.clock.running(), hooked.clock.backward(exchanges):
+    with hooked.clock.running(), hooked.clock.backward(exchanges), _naming_batch(hooked.model):
         return backward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _naming_batch(model: SplitModel | WholeModel) -> Iterator[None]:
+    """Name the batch of this rank, and the cure, where it runs out of memory inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        split, rank = model.replica.batch_split, model.replica.replica_id
+        if split is None or not isinstance(model, WholeModel):
+            raise
+        raise torch.OutOfMemoryError(
+            f'rank {rank} has no memory for its {split.micro_batch_sizes[rank]} samples of "batch": '
+            f'{list(split.micro_batch_sizes)}. Give it fewer in "{SECTION}.batch", make the global batch smaller, or '
+            f"accumulate more steps. {error}"
+        ) from error
 
 
 def record_step(hooked: SplitEngine, step: Function, *args: object, **kwargs: object) -> object:

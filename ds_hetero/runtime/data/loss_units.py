@@ -11,7 +11,7 @@ over its rows (contrastive, a sum, with a term of routers) fits none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -121,8 +121,8 @@ def probe(compute: Callable[[Batch], Tensor | None], batch: Batch, rows: int, *,
     Caller: every rank that shares parameters of the model; no collectives of its own.
     """
     chosen = [0, rows - 1]
-    both, is_unlike = _unlike_rows(_take(batch, chosen, rows))
-    parts = [_take(both, [row], 2) for row in (0, 1)]
+    both, is_unlike = _unlike_rows(take_rows(batch, chosen, rows))
+    parts = [take_rows(both, [row], 2) for row in (0, 1)]
     losses = [compute(part) for part in (both, *parts)]
     values = [float("nan") if loss is None else float(loss.detach()) for loss in losses]
     is_half = any(loss is not None and loss.element_size() < 4 for loss in losses)
@@ -174,16 +174,39 @@ def expect_declared(name: str) -> ConfigError:
     )
 
 
-def _take(entry: Batch, chosen: list[int], rows: int) -> Batch:
+def loss_in(outputs: object) -> Tensor | None:
+    """The loss that a module returned: ``outputs.loss``, or a scalar; None where there is none."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() else None
+
+
+def tensors_in(entry: Batch) -> Iterator[Tensor]:
+    """The tensors in mappings and sequences."""
+    if isinstance(entry, Tensor):
+        yield entry
+    elif isinstance(entry, Mapping | list | tuple):
+        for part in entry.values() if isinstance(entry, Mapping) else entry:
+            yield from tensors_in(part)
+
+
+def num_rows(args: Batch, kwargs: Batch) -> int:
+    """Samples of the arguments of a forward, by their labels or their first tensor; 0 where nothing has rows."""
+    labels, _ = labels_of(kwargs)
+    if labels is not None:
+        return labels.shape[0]
+    return next((part.shape[0] for part in tensors_in((args, kwargs)) if part.dim()), 0)
+
+
+def take_rows(entry: Batch, chosen: list[int], rows: int) -> Batch:
     """The chosen rows of every tensor and list that has ``rows`` of them."""
     if isinstance(entry, Tensor):
         return entry[chosen] if entry.dim() and entry.shape[0] == rows else entry
     if isinstance(entry, Mapping):
-        return {name: _take(part, chosen, rows) for name, part in entry.items()}
+        return {name: take_rows(part, chosen, rows) for name, part in entry.items()}
     if isinstance(entry, list | tuple):
         if len(entry) == rows and not any(isinstance(part, Tensor) for part in entry):
             return type(entry)(entry[row] for row in chosen)
-        return type(entry)(_take(part, chosen, rows) for part in entry)
+        return type(entry)(take_rows(part, chosen, rows) for part in entry)
     return entry
 
 

@@ -181,14 +181,20 @@ class Slow(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 1)
-        self.s_per_sample = 0.0
+        self.s_per_sample, self.most_rows = 0.0, 100
 
     def forward(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         hidden = self.first(rows)
         if self.training:
             time.sleep(0.001 * len(rows))
-            hidden.register_hook(lambda grad: time.sleep(self.s_per_sample * len(rows)))
+            if hidden.requires_grad:
+                hidden.register_hook(lambda grad: self._compute_backward(len(rows)))
         return (self.last(torch.tanh(hidden))[:, 0] - values).square().mean()
+
+    def _compute_backward(self, rows: int) -> None:
+        if rows > self.most_rows:
+            raise torch.OutOfMemoryError("an emulated device is full")
+        time.sleep(self.s_per_sample * rows)
 
 
 def _rows(count: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
@@ -218,7 +224,59 @@ def test_batches_follow_the_speeds_and_stay_exact() -> None:
         assert batches[-1] in ((2, 6), (3, 5))
 
 
-def _by_speed(rank: int, steps: int) -> Any:
+@pytest.mark.alone
+@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
+def test_an_out_of_memory_while_by_speed_looks_is_survived(stage: int, capfd: pytest.CaptureFixture[str]) -> None:
+    steps = 14
+    model, expected = Slow(), []
+    optimizer = adam(model)
+    for rows, values, _ in DataLoader(_rows(8 * steps), 8):
+        optimizer.zero_grad()
+        loss = model(rows, values)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss.detach()))
+    of_ranks = run_deepspeed(_out_of_memory, 2, stage, steps)
+    for step, loss in enumerate(expected):
+        parts = [ranks[0][step] for ranks in of_ranks]
+        assert sorted(number for numbers, _ in parts for number in numbers) == list(range(8 * step, 8 * step + 8))
+        np.testing.assert_allclose(sum(len(n) * value for n, value in parts) / 8, loss, rtol=1e-5)
+    for _, batches, trained in of_ranks:
+        assert_same_parameters(trained, parameters(model))
+        assert batches[0] == (4, 4) and set(batches) == {(4, 4), (5, 3)}
+    told = capfd.readouterr().err
+    assert "rank 0 ran out of memory when 6 samples were tried, and goes on with 5 at most" in told
+
+
+def test_a_batch_that_does_not_fit_is_named_with_the_cure() -> None:
+    first, second = run_deepspeed(_too_large, 2)
+    assert 'rank 0 has no memory for its 6 samples of "batch": [6, 2]. Give it fewer' in first
+    assert "rank 0 has no memory for its 6 samples" in second
+
+
+def _too_large(rank: int) -> str:
+    import deepspeed
+
+    import ds_hetero
+
+    handle, model = ds_hetero.register(), Slow()
+    model.most_rows = 5
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=_config(2, batch=[6, 2]))
+    with pytest.raises((torch.OutOfMemoryError, ds_hetero.PeerError)) as caught:
+        for rows, values, _ in handle.dataloader(DataLoader(_rows(16), 8)):
+            engine.backward(engine(rows, values))
+            engine.step()
+    return str(caught.value)
+
+
+def _out_of_memory(rank: int, stage: int, steps: int) -> Any:
+    """As `_by_speed`, at 3:1, where the faster rank has room for 5 samples."""
+    return _by_speed(rank, steps, stage=stage, slow_ranks=(1, 1), most_rows=100 if rank else 5)
+
+
+def _by_speed(
+    rank: int, steps: int, *, stage: int = 2, slow_ranks: tuple[int, int] = (1, 0), most_rows: int = 100
+) -> Any:
     """By step the numbers of samples and their loss; the batches of all steps; parameters."""
     import deepspeed
 
@@ -226,19 +284,20 @@ def _by_speed(rank: int, steps: int) -> Any:
 
     handle = ds_hetero.register()
     model = Slow()
-    config = {**_config(2), "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
+    model.most_rows = most_rows
+    config = {**_config(stage), "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
     config["heterogeneity"] = {"batch": "by_speed", "replan": {"enabled": True, "interval_steps": 4}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
     seen, batches = [], []
     for step, (rows, values, numbers) in enumerate(handle.dataloader(DataLoader(_rows(8 * steps), 8))):
-        slow = rank == (1 if step < steps // 2 else 0)
+        slow = rank == slow_ranks[step >= steps // 2]
         model.s_per_sample = 0.03 if slow else 0.01
         batches.append(handle.plan.batch_split.micro_batch_sizes)
         loss = engine(rows, values)
         engine.backward(loss)
         engine.step()
         seen.append((numbers.tolist(), float(loss.detach())))
-    return seen, batches, parameters(model, 2)
+    return seen, batches, parameters(model, stage)
 
 
 @pytest.mark.alone

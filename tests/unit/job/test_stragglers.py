@@ -49,6 +49,19 @@ def test_batches_by_speed_are_looked_for_again_when_the_first_steps_show_nothing
     assert [len(watching.propose(step, plan, alike if step < 9 else unlike)) for step in range(10)] == [0] * 9 + [1]
 
 
+def test_a_rank_that_ran_out_of_memory_is_given_no_more_from_then_on():
+    plan = plan_of_batches([4, 4], TrainingFacts(), 2)
+    seen = JobTimes([_times(seconds, 3.0, deque([seconds])) for seconds in (1.0, 3.0)])
+    search = BatchSearch(HeterogeneitySection(batch="by_speed"), tries=True)
+    (change,) = search.propose(3, plan, seen)
+    assert search.learn(change.applied_to(plan), [5, 2]) == [
+        "rank 0 ran out of memory when 6 samples were tried, and goes on with 5 at most"
+    ]
+    (change,) = search.propose(3, plan, seen)  # the same look
+    assert change.batch == (5, 3) and search.learn(change.applied_to(plan), [5, 3]) == []
+    assert search.propose(6, change.applied_to(plan), seen)[0].batch[0] <= 5
+
+
 def _follow(
     num_ranks: int, steps: int, interval: int, noise: float, speed: Callable[[int, int], float], seed: int = 0
 ) -> list[tuple[int, str]]:

@@ -226,6 +226,20 @@ def _rope_types(parameters: Entries) -> set[Any]:
     return {entry.get("rope_type") for entry in [parameters, *per_layer]}
 
 
+def _loss_problems(pretrained: PretrainedModel) -> Iterator[str]:
+    """Cut Cross Entropy, whose patch replaces the forward of a model: releases that know no ``shift_labels``."""
+    forward = getattr(pretrained.forward, "__func__", pretrained.forward)
+    if "cut_cross_entropy" not in getattr(forward, "__module__", ""):
+        return
+    apply = getattr(forward, "__globals__", {}).get("apply_lce")
+    if apply is None or "shift_labels" not in inspect.signature(apply).parameters:
+        yield (
+            "Cut Cross Entropy moves the labels of what it is given by one token, and the labels of a shard were moved "
+            'before the sequence was cut. Leave the patch out: "tile_tokens" in the section computes losses of '
+            'shards without the logits of all tokens, too; or train with whole sequences, such as by "batch": [6, 2]'
+        )
+
+
 def _tower_problems(pretrained: PretrainedModel) -> Iterator[str]:
     if not has_towers(pretrained):
         return
@@ -288,6 +302,7 @@ _CHECKS: tuple[Callable[[PretrainedModel], Iterator[str]], ...] = (
     _attention_problems,
     _tower_problems,
     _module_problems,
+    _loss_problems,
 )
 
 
