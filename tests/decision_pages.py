@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ds_hetero.engine.arguments import ARGUMENTS, Argument, NameRow
 from ds_hetero.frameworks.deepspeed.keys import KEYS, Key
 from ds_hetero.frameworks.transformers.model.peft_adapters import ADAPTERS
+from tests.integration.models.test_quantized import parity_table
 from tests.support import ROOT
 
 _NOTHING = (None, False, "none", "auto", {}, [])  # values that need no mention
@@ -49,9 +50,7 @@ class Page(NamedTuple):
             f"{self.name}s": "\n".join([f"| {self.name} | here | remark |", "|---|---|---|", *lines]),
         }
         for name, table in tables.items():
-            place = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
-            text, count = re.subn(place, lambda match, new=table: f"{match[1]}{new}\n{match[2]}", text, flags=re.DOTALL)
-            assert count == 1, f"{self.path.name} has {count} places for {name!r}"
+            text = _with_table(text, name, table)
         return text
 
     def _remark(self, row: NameRow) -> str:
@@ -60,6 +59,24 @@ class Page(NamedTuple):
             [f"passes: {', '.join(f'`{value}`' for value in passing)}"] if row.kind == "refused" and passing else []
         )
         return "; ".join([*([row.why] if row.why else []), *passes, *self.remarks(row)])
+
+
+class ParityPage(NamedTuple):
+    """The table of adapters by base, stage and sharing; see `Page`."""
+
+    path: Path
+    name: str = "parity"
+
+    def with_tables(self) -> str:
+        """See `Page.with_tables`."""
+        return _with_table(self.path.read_text(), self.name, parity_table())
+
+
+def _with_table(text: str, name: str, table: str) -> str:
+    place = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
+    text, count = re.subn(place, lambda match: f"{match[1]}{table}\n{match[2]}", text, flags=re.DOTALL)
+    assert count == 1, f"a page has {count} places for {name!r}"
+    return text
 
 
 def _of_key(key: Key) -> list[str]:
@@ -96,6 +113,7 @@ PAGES = (
         "setting",
         {name.removeprefix("LORA."): row for name, row in ADAPTERS.items() if "." in name},
     ),
+    ParityPage(ROOT / "docs" / "adapters.md"),
 )
 
 

@@ -462,7 +462,7 @@ _LOOP_ROWS = (
             "tests/integration/pipelines/test_pipeline_replan.py::test_a_rank_that_slows_down_loses_layers_within_20_steps",
         ),
     ),
-    Row(what="vLLM, Liger, `notebook_launcher`", status="untested"),
+    Row(what="vLLM, `notebook_launcher`", status="untested"),
     Row(
         what="Axolotl, ms-swift, LLaMA-Factory",
         status="untested",
@@ -598,6 +598,43 @@ _FEATURE_ROWS = (
         "Adafactor on ZeRO 0; on ZeRO 2 and 3 it is what stock DeepSpeed trains on as many ranks, which is not what "
         "one process without ZeRO does",
         note="ZeRO hands flattened parameters to an optimizer that looks at whole matrices",
+    ),
+    Row(
+        what="Liger (`use_liger_kernel`, or its patch of a model), with shards and with unequal batches",
+        status="tested",
+        note="its formulas in the place of its kernels, which run on GPUs alone; its loss of a shard is a mean over "
+        'the rank\'s own labels, which the Trainer\'s hook knows, and an own loop says by `"loss": "local_mean"`',
+        tests=(
+            "tests/integration/models/test_fused_kernels.py::test_trainer_trains_with_kernels_as_one_process_without",
+            "tests/integration/models/test_fused_kernels.py::test_own_loops_train_with_kernels_as_one_process_without",
+        ),
+    ),
+    Row(
+        what="Cut Cross Entropy with unequal batches; with shards from the release on whose `apply_lce` takes "
+        "`shift_labels`",
+        status="tested",
+        note="likewise its formula",
+        tests=(
+            "tests/integration/models/test_fused_kernels.py::test_cut_cross_entropy_trains_where_its_labels_are_in_place",
+        ),
+    ),
+    Row(
+        what="Cut Cross Entropy with shards, in releases that move the labels themselves",
+        status="refused",
+        note='`"tile_tokens"` makes the loss without all logits, too',
+        tests=(
+            "tests/integration/models/test_fused_kernels.py::test_unknown_losses_of_kernels_are_refused_with_the_cure",
+        ),
+    ),
+    Row(
+        what="kernels of the Hub (`use_kernels`, or an attention by its repository), FlashAttention 4, flex_attention",
+        status="tested",
+        note="layers that work token by token run as they are; attention of shards is this engine's, and a model that "
+        "runs whole has the kernel that was asked for",
+        tests=(
+            "tests/integration/models/test_fused_kernels.py::test_trainer_trains_with_kernels_as_one_process_without",
+            "tests/integration/models/test_fused_kernels.py::test_own_loops_train_with_kernels_as_one_process_without",
+        ),
     ),
     Row(what="GPUs, NCCL, flash-attn and Triton kernels on a GPU", status="untested"),
     Row(what="Muon with equal weights, DeepSpeed's own activation checkpointing", status="untested"),

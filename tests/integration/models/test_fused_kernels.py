@@ -230,7 +230,7 @@ def cut_cross_entropy_forward(self: Any, input_ids: Tensor, labels: Tensor | Non
     hidden = self.model(input_ids=input_ids, **kwargs)[0]
     if labels is None:
         return CausalLMOutputWithPast(logits=self.lm_head(hidden))
-    return CausalLMOutputWithPast(loss=apply_lce(hidden, self.lm_head.weight, labels, None))
+    return CausalLMOutputWithPast(loss=apply_lce(hidden, self.lm_head.weight, labels, None, **kwargs))
 
 
 cut_cross_entropy_forward.__module__ = "cut_cross_entropy.transformers.llama"
@@ -267,17 +267,29 @@ def _refusals(rank: int) -> list[str]:
     return messages
 
 
-def test_cut_cross_entropy_trains_where_ranks_hold_whole_sequences() -> None:
-    LOADED["cut cross entropy"] = with_cut_cross_entropy
-    expected_logs, expected = one_process(_trained, "liger", None)
-    for logs, trained in ranks(_with_cut_cross_entropy, 2):
+def apply_lce_of_moved_labels(
+    e: Tensor, c: Tensor, labels: Tensor, opts: Any, shift_labels: Tensor | None = None, **loss: Any
+) -> Tensor:
+    """As releases do that know ``shift_labels``."""
+    if shift_labels is None:
+        return nn.functional.cross_entropy((e @ c.T)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return nn.functional.cross_entropy((e @ c.T).flatten(0, 1), shift_labels.flatten())
+
+
+@pytest.mark.parametrize("sharing", ["tokens", "batches"])
+def test_cut_cross_entropy_trains_where_its_labels_are_in_place(sharing: str) -> None:
+    expected_logs, expected = one_process(_trained, "", None)
+    for logs, trained in ranks(_with_cut_cross_entropy, 2, sharing):
         assert_same_logs(logs, expected_logs)
         assert_same_parameters(trained, expected)
 
 
-def _with_cut_cross_entropy(rank: int) -> Any:
+def _with_cut_cross_entropy(rank: int, sharing: str) -> Any:
     LOADED["cut cross entropy"] = with_cut_cross_entropy
-    return _trained(rank, "cut cross entropy", {"batch": [3, 1]})
+    section: dict[str, Any] = {"batch": [3, 1]}
+    if sharing == "tokens":
+        globals()["apply_lce"], section = apply_lce_of_moved_labels, {"schedule": UNEVEN_2}
+    return _trained(rank, "cut cross entropy", section)
 
 
 # --- the packages -------------------------------------------------------------------------------------

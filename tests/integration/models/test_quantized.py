@@ -1,6 +1,8 @@
-"""QLoRA: bases quantized by bitsandbytes below PEFT's LoRA, on uneven ranks as on one process, or refused by name.
+"""LoRA and QLoRA, on bases quantized by bitsandbytes: on uneven ranks as on one process, or refused by name.
 
-Budget: 5 s; 40 s more when slow.
+`parity_table` is the table of docs/adapters.md, made of what is trained here.
+
+Budget: 5 s; 80 s more when slow.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True},
     "modules_to_save": {"modules_to_save": ["lm_head"]},
 }
+SHARINGS = {"tokens": "tokens 3:1", "batches": "batches [3, 1]"}
+STAGES = range(4)
+REFUSED = (("nf4", "dora", 3),)  # and 8-bit bases
 BASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
     "nf4": {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
@@ -43,6 +49,19 @@ BASES: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
 }
 STEPS, ROWS = 3, 4
+
+
+def parity_table() -> str:
+    """Whether adapters are exact or refused, by base, method, sharing and stage."""
+    names = {"fp32": "fp32", "nf4": "4-bit (nf4, double quantization)"}
+    head = ["base", "method", "sharing", *(f"ZeRO {stage}" for stage in STAGES)]
+    lines = [head, ["---"] * len(head)]
+    for base, method, sharing in product(names, METHODS, SHARINGS):
+        cells = ["refused" if (base, method, stage) in REFUSED else "exact" for stage in STAGES]
+        name = f"`{method}`" if method == "modules_to_save" else {"lora": "LoRA", "dora": "DoRA"}.get(method, "rsLoRA")
+        lines.append([names[base], name, SHARINGS[sharing], *cells])
+    lines.append(["8-bit", "any", "any", *["refused"] * len(STAGES)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 @pytest.fixture(scope="module")
@@ -56,20 +75,19 @@ def _model(weights: str, base: str, method: str) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        weights, quantization_config=BitsAndBytesConfig(**BASES[base]), device_map={"": "cpu"}, dtype=torch.float32
-    )
+    quantized = {"quantization_config": BitsAndBytesConfig(**BASES[base])} if BASES[base] else {}
+    model = AutoModelForCausalLM.from_pretrained(weights, **quantized, device_map={"": "cpu"}, dtype=torch.float32)
     torch.manual_seed(1)
     return get_peft_model(
         model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **METHODS[method])
     )
 
 
-def _expected(rank: int, weights: str) -> dict[str, Any]:
+def _expected(rank: int, weights: str, base: str) -> dict[str, Any]:
     """By method: norms and trained values."""
     results = {}
     for method in METHODS:
-        model = _model(weights, "nf4", method)
+        model = _model(weights, base, method)
         _, norms = train_on_one_process(model, [[batch] for batch in batches(STEPS, ROWS)], _adam(model))
         results[method] = norms, parameters(model)
     return results
@@ -87,7 +105,7 @@ def _config(stage: int, sharing: str) -> dict[str, Any]:
     return config
 
 
-def _trained(rank: int, weights: str, sharing: str) -> dict[tuple[int, str], Any]:
+def _trained(rank: int, weights: str, base: str, sharing: str) -> dict[tuple[int, str], Any]:
     """By stage and method: norms and trained values."""
     import deepspeed
 
@@ -95,10 +113,10 @@ def _trained(rank: int, weights: str, sharing: str) -> dict[tuple[int, str], Any
 
     handle = ds_hetero.register()
     results = {}
-    for stage, method in product(range(4), METHODS):
-        if stage == 3 and method == "dora":
+    for stage, method in product(STAGES, METHODS):
+        if (base, method, stage) in REFUSED:
             continue
-        model = _model(weights, "nf4", method)
+        model = _model(weights, base, method)
         engine, *_ = deepspeed.initialize(model=model, optimizer=_adam(model), config=_config(stage, sharing))
         loader = DataLoader(samples(STEPS * ROWS), batch_size=ROWS, collate_fn=collate)  # type: ignore[arg-type]
         norms = []
@@ -112,18 +130,19 @@ def _trained(rank: int, weights: str, sharing: str) -> dict[tuple[int, str], Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharing", ["tokens", "batches"])
-def test_4_bit_bases_train_on_every_stage_as_on_one_process(weights: str, sharing: str) -> None:
-    expected = run_deepspeed(_expected, 1, weights)[0]
-    for results in run_deepspeed(_trained, 2, weights, sharing):
-        assert len(results) == 4 * len(METHODS) - 1
+@pytest.mark.parametrize("base", ["fp32", "nf4"])
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_adapters_train_on_every_stage_as_on_one_process(weights: str, base: str, sharing: str) -> None:
+    expected = run_deepspeed(_expected, 1, weights, base)[0]
+    for results in run_deepspeed(_trained, 2, weights, base, sharing):
+        assert len(results) == len(STAGES) * len(METHODS) - sum(refused == base for refused, _, _ in REFUSED)
         for (stage, method), (norms, trained) in results.items():
             if stage:
                 np.testing.assert_allclose(norms, expected[method][0], rtol=1e-5, err_msg=f"{method}, ZeRO-{stage}")
             assert_same_parameters(trained, expected[method][1])
 
 
-@pytest.mark.parametrize("sharing", ["tokens", "batches"])
+@pytest.mark.parametrize("sharing", SHARINGS)
 def test_what_does_not_train_exactly_is_refused_at_the_start(weights: str, sharing: str) -> None:
     first, second = run_deepspeed(_refusals, 2, weights, sharing)
     assert first == second
