@@ -30,7 +30,7 @@ SAMPLES, BOUND = 8, 2.0
 BATCHES: dict[str, Any] = {"equal": [4, 4], "[6, 2]": [6, 2], "by_speed": "by_speed"}
 SCRIPTS = ("Trainer", "own loop")
 NOT_COUNTED = 12  # steps
-TOKENS, LR = 32, 1e-3
+TOKENS, LR, EPSILON = 32, 1e-3, 1e-3
 
 
 def _model(s_per_sample: float) -> Any:
@@ -65,7 +65,7 @@ def _samples(steps: int) -> list[dict[str, Any]]:
 def _optimizer(model: Any) -> Any:
     import torch
 
-    return torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3, weight_decay=0.0)
+    return torch.optim.AdamW(model.parameters(), lr=LR, eps=EPSILON, weight_decay=0.0)
 
 
 def one_process(rank: int, report: ranks.Report, steps: int) -> list[float]:
@@ -122,7 +122,7 @@ def _own_loop(handle: Any, model: Any, config: dict[str, Any], steps: int) -> tu
 
 def _trainer(handle: Any, model: Any, config: dict[str, Any], steps: int) -> tuple[list[float], list[float]]:
     """Losses as they are logged, and the times at which steps ended."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     ends = []
 
@@ -136,6 +136,8 @@ def _trainer(handle: Any, model: Any, config: dict[str, Any], steps: int) -> tup
             deepspeed=config,
             per_device_train_batch_size=config["train_micro_batch_size_per_gpu"],
             max_steps=steps,
+            learning_rate=LR,
+            adam_epsilon=EPSILON,
             lr_scheduler_type="constant",
             max_grad_norm=0.0,
             train_sampling_strategy="sequential",
@@ -145,13 +147,8 @@ def _trainer(handle: Any, model: Any, config: dict[str, Any], steps: int) -> tup
             disable_tqdm=True,
             dataloader_pin_memory=False,
         )
-        trainer = Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=_samples(steps),
-            optimizers=(_optimizer(model), None),
-            callbacks=[Ends()],
-        )
+        trainer = Trainer(model=model, args=arguments, train_dataset=_samples(steps), callbacks=[Ends()])
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], ends
 
