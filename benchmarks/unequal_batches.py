@@ -91,6 +91,7 @@ def train(rank: int, report: ranks.Report, script: str, batch: Any, steps: int) 
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES // len(S_PER_SAMPLE),
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**6},
+        "gradient_clipping": 0.0,  # where DeepSpeed has 1.0
         "zero_allow_untested_optimizer": True,
         "heterogeneity": {"batch": batch},
     }
