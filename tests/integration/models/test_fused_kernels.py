@@ -124,10 +124,12 @@ def with_attention(name: str) -> Callable[[Any], Any]:
     """As a model that was loaded with a kernel of the Hub, or FlashAttention 4, by its name."""
 
     def load(model: Any) -> Any:
-        from transformers import AttentionInterface
+        from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
 
         AttentionInterface.register(name, sdpa_attention_forward)
+        AttentionMaskInterface.register(name, sdpa_mask)
         for module in model.modules():
             if hasattr(module, "config"):
                 module.config._attn_implementation_internal = name
@@ -141,6 +143,7 @@ LOADED: dict[str, Callable[[Any], Any]] = {
     "norms of the hub": with_norms,
     "attention of the hub": with_attention("kernels-community/flash-attn3"),
     "flash_attention_4": with_attention("flash_attention_4"),
+    "flex_attention": with_attention("flex_attention"),
 }
 
 
