@@ -605,8 +605,8 @@ _FEATURE_ROWS = (
         note="its formulas in the place of its kernels, which run on GPUs alone; its loss of a shard is a mean over "
         'the rank\'s own labels, which the Trainer\'s hook knows, and an own loop says by `"loss": "local_mean"`',
         tests=(
-            "tests/integration/models/test_fused_kernels.py::test_trainer_trains_with_kernels_as_one_process_without",
-            "tests/integration/models/test_fused_kernels.py::test_own_loops_train_with_kernels_as_one_process_without",
+            "tests/integration/trainer/test_fused_kernels.py::test_trainer_trains_with_kernels_as_one_process_without",
+            "tests/integration/trainer/test_fused_kernels.py::test_own_loops_train_with_kernels_as_one_process_without",
         ),
     ),
     Row(
@@ -615,7 +615,7 @@ _FEATURE_ROWS = (
         status="tested",
         note="likewise its formula",
         tests=(
-            "tests/integration/models/test_fused_kernels.py::test_cut_cross_entropy_trains_where_its_labels_are_in_place",
+            "tests/integration/trainer/test_fused_kernels.py::test_cut_cross_entropy_trains_where_its_labels_are_in_place",
         ),
     ),
     Row(
@@ -623,7 +623,7 @@ _FEATURE_ROWS = (
         status="refused",
         note='`"tile_tokens"` makes the loss without all logits, too',
         tests=(
-            "tests/integration/models/test_fused_kernels.py::test_unknown_losses_of_kernels_are_refused_with_the_cure",
+            "tests/integration/trainer/test_fused_kernels.py::test_unknown_losses_of_kernels_are_refused_with_the_cure",
         ),
     ),
     Row(
@@ -632,8 +632,8 @@ _FEATURE_ROWS = (
         note="layers that work token by token run as they are; attention of shards is this engine's, and a model that "
         "runs whole has the kernel that was asked for",
         tests=(
-            "tests/integration/models/test_fused_kernels.py::test_trainer_trains_with_kernels_as_one_process_without",
-            "tests/integration/models/test_fused_kernels.py::test_own_loops_train_with_kernels_as_one_process_without",
+            "tests/integration/trainer/test_fused_kernels.py::test_trainer_trains_with_kernels_as_one_process_without",
+            "tests/integration/trainer/test_fused_kernels.py::test_own_loops_train_with_kernels_as_one_process_without",
         ),
     ),
     Row(what="GPUs, NCCL, flash-attn and Triton kernels on a GPU", status="untested"),

@@ -131,7 +131,7 @@ class WholeModel:
         Raises:
             ConfigError: see `unit_of_probes`; on every rank.
         """
-        rows = num_rows(args, kwargs) or 1
+        rows = num_rows(kwargs, args)
 
         def compute(batch: Batch) -> Tensor | None:
             given = dict(batch)

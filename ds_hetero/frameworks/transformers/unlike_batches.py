@@ -21,7 +21,7 @@ from ds_hetero.engine.registry import Registry
 from ds_hetero.engine.whole_model import WholeModel, in_evaluation
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.loss_units import Batch, Probe, UnitCounts, labels_of, probe, unit_of_probes
+from ds_hetero.runtime.data.loss_units import Batch, Probe, UnitCounts, labels_of, num_rows, probe, unit_of_probes
 from ds_hetero.runtime.data.sample_loader import MicroBatchWeights
 from ds_hetero.runtime.data.sampling import reader_inside
 from ds_hetero.runtime.loss import scaled_loss
@@ -214,11 +214,3 @@ def unlike_steps(registry: Registry, trainer: Trainer) -> UnlikeSteps | None:
     if not isinstance(prepared.steps, UnlikeSteps):
         prepared.steps = UnlikeSteps(trainer, prepared.model)
     return prepared.steps
-
-
-def num_rows(batch: Batch) -> int:
-    """Samples of a micro-batch, by its labels or its first tensor."""
-    labels, _ = labels_of(batch)
-    if labels is not None:
-        return labels.shape[0]
-    return next((part.shape[0] for part in batch.values() if isinstance(part, Tensor) and part.dim()), 1)

@@ -41,8 +41,8 @@ class BatchTrial:
 
     def note(self, args: tuple[Batch, ...], kwargs: dict[str, Batch]) -> None:
         """Keep the arguments of a forward of training, if their samples are the longest so far."""
-        rows, tensors = num_rows(args, kwargs), list(tensors_in((args, kwargs)))
-        if not rows or (length := sum(one.numel() for one in tensors) / rows) <= self._longest:
+        rows, tensors = num_rows(kwargs, args), list(tensors_in((args, kwargs)))
+        if not tensors or (length := sum(one.numel() for one in tensors) / rows) <= self._longest:
             return
         device = tensors[0].device.type
         self._autocast = device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

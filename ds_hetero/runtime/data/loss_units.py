@@ -189,12 +189,12 @@ def tensors_in(entry: Batch) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def num_rows(args: Batch, kwargs: Batch) -> int:
-    """Samples of the arguments of a forward, by their labels or their first tensor; 0 where nothing has rows."""
-    labels, _ = labels_of(kwargs)
+def num_rows(batch: Batch, others: Batch = ()) -> int:
+    """Samples of a micro-batch, by its labels or a first tensor, of other arguments too; 1 where none has rows."""
+    labels, _ = labels_of(batch)
     if labels is not None:
         return labels.shape[0]
-    return next((part.shape[0] for part in tensors_in((args, kwargs)) if part.dim()), 0)
+    return next((part.shape[0] for part in tensors_in((others, batch)) if part.dim()), 1)
 
 
 def take_rows(entry: Batch, chosen: list[int], rows: int) -> Batch:
