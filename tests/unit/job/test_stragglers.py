@@ -59,7 +59,7 @@ def test_a_rank_that_ran_out_of_memory_is_given_no_more_from_then_on():
     ]
     (change,) = search.propose(3, plan, seen)  # the same look
     assert change.batch == (5, 3) and search.learn(change.applied_to(plan), [5, 3]) == []
-    assert search.propose(6, change.applied_to(plan), seen)[0].batch[0] <= 5
+    assert search.propose(6, change.applied_to(plan), seen) == []  # more for rank 0 is all that would be faster
 
 
 def _follow(
