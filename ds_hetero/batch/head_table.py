@@ -36,19 +36,12 @@ class Member:
 
 @dataclass(frozen=True)
 class HeadTable:
-    """Split tables of one group for one placement.
+    """Split tables of one group for one placement."""
 
-    Args:
-        members: by ascending rank, which is the order of the process group and of the tokens.
-        index: which of them this rank is.
-        num_heads: query heads of the model.
-        num_kv_heads: KV heads of the model.
-    """
-
-    members: tuple[Member, ...]
-    index: int
-    num_heads: int
-    num_kv_heads: int
+    members: tuple[Member, ...]  # by ascending rank, which is the order of the process group and of the tokens
+    index: int  # which of them this rank is
+    num_heads: int  # query heads of the model
+    num_kv_heads: int  # KV heads of the model
 
     @property
     def own(self) -> Member:

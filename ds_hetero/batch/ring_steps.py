@@ -24,15 +24,12 @@ class KernelCall(NamedTuple):
 
     Args:
         queries: index into this rank's [B, h, S, ...] tensors of the lane: rows, heads, tokens.
-        keys: index into one sub-ring's [B, heads, tokens, D] keys and values.
-        band: which of these keys the queries see.
-        first: whether no earlier call of the forward has any of these queries.
     """
 
     queries: tuple[slice, slice, slice]
-    keys: tuple[slice, slice, slice]
-    band: Band
-    first: bool
+    keys: tuple[slice, slice, slice]  # index into one sub-ring's [B, heads, tokens, D] keys and values
+    band: Band  # which of these keys the queries see
+    first: bool  # whether no earlier call of the forward has any of these queries
 
 
 @dataclass(frozen=True)
@@ -40,15 +37,12 @@ class SubRing:
     """This rank's part in one sub-ring task.
 
     Args:
-        tag: of its messages; the same on all its ranks, and of no other task of the placement.
-        ranks: global rank at every position of the lane's ring.
-        kv_heads: this task's KV heads among those of this rank.
         segments: (query heads of this rank, KV heads of this task) with a uniform number of queries per KV head.
     """
 
-    tag: int
-    ranks: tuple[int, ...]
-    kv_heads: slice
+    tag: int  # of its messages; the same on all its ranks, and of no other task of the placement
+    ranks: tuple[int, ...]  # global rank at every position of the lane's ring
+    kv_heads: slice  # this task's KV heads among those of this rank
     segments: tuple[tuple[slice, slice], ...]
 
 
@@ -57,19 +51,14 @@ class Ring:
     """Ring steps of one rank for one lane, of one batch layout and for one kind of mask.
 
     Args:
-        table: blocks and transfers of all members of the lane.
-        position: of this rank's group among the members.
-        tokens: of the group that are of this lane.
-        num_q: query heads of this rank.
-        sub_rings: in which this rank takes part.
         prepared: what `ds_hetero.runtime.attention.ring` makes of ``calls``, kept here for every layer.
     """
 
-    table: RingTable
-    position: int
-    tokens: slice
-    num_q: int
-    sub_rings: tuple[SubRing, ...]
+    table: RingTable  # blocks and transfers of all members of the lane
+    position: int  # of this rank's group among the members
+    tokens: slice  # of the group that are of this lane
+    num_q: int  # query heads of this rank
+    sub_rings: tuple[SubRing, ...]  # in which this rank takes part
     prepared: dict[tuple[int, bool], Any] = field(default_factory=dict, repr=False)
 
     @property

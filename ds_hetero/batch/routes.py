@@ -235,35 +235,22 @@ class Routes:
 
 
 class ProxyPart(NamedTuple):
-    """Some of the tokens that travel of one source, on their way over proxies.
+    """Some of the tokens that travel of one source, on their way over proxies."""
 
-    Args:
-        start: index of the first one.
-        stop: index after the last one.
-        is_first_hop: the sender takes it from its block, and not from what it holds as a proxy.
-        is_last_hop: the receiver puts it into its block, and does not hold it as a proxy.
-    """
-
-    start: int
-    stop: int
-    is_first_hop: bool
-    is_last_hop: bool
+    start: int  # index of the first one
+    stop: int  # index after the last one
+    is_first_hop: bool  # the sender takes it from its block, and not from what it holds as a proxy
+    is_last_hop: bool  # the receiver puts it into its block, and does not hold it as a proxy
 
 
 class Transfer(NamedTuple):
-    """One member's KV (or its gradient), or a part of it, moves from one member to another.
+    """One member's KV (or its gradient), or a part of it, moves from one member to another."""
 
-    Args:
-        source: position whose tokens these are.
-        due: the receiver needs it before this step.
-        part: None for the whole.
-    """
-
-    source: int
+    source: int  # position whose tokens these are
     sender: int
     receiver: int
-    due: int
-    part: ProxyPart | None = None
+    due: int  # the receiver needs it before this step
+    part: ProxyPart | None = None  # None for the whole
 
 
 class Round(NamedTuple):

@@ -26,31 +26,21 @@ from ds_hetero.runtime.collectives import on_all_ranks
 
 @dataclass(frozen=True)
 class Kept:
-    """A save that was found.
-
-    Args:
-        contents: the state of every rank that took part in it.
-        fetched_bytes: that came from other nodes.
-        seconds: that finding and fetching took.
-    """
+    """A save that was found."""
 
     save: Save
-    contents: tuple[Any, ...]
-    fetched_bytes: int
-    seconds: float
+    contents: tuple[Any, ...]  # the state of every rank that took part in it
+    fetched_bytes: int  # that came from other nodes
+    seconds: float  # that finding and fetching took
 
 
 @dataclass(frozen=True)
 class _NodeHoldings:
-    """The segments of a rank's node.
-
-    Args:
-        segments: name and header of each.
-    """
+    """The segments of a rank's node."""
 
     node: str
     keeper: tuple[str, int]
-    segments: tuple[tuple[str, Header], ...]
+    segments: tuple[tuple[str, Header], ...]  # name and header of each
 
 
 def find_newest(worker: Worker, group: dist.ProcessGroup, model: str) -> Kept | None:

@@ -39,35 +39,24 @@ _MAX_BYTES = 2**50
 
 @dataclass(frozen=True, kw_only=True, order=True, slots=True)
 class Save:
-    """One save of all ranks of a world.
-
-    Args:
-        start: drawn by rank 0 when its world started, later starts being greater.
-        world_size: number of ranks, and so of parts.
-    """
+    """One save of all ranks of a world."""
 
     step: int
-    start: str
-    world_size: int
+    start: str  # drawn by rank 0 when its world started, later starts being greater
+    world_size: int  # number of ranks, and so of parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """Description of a whole segment.
-
-    Args:
-        model: fingerprint of the model, so that no other model's state is loaded.
-        save: that this is a part of.
-        index_bytes: length of the description of the tensors, at the content's end.
-    """
+    """Description of a whole segment."""
 
     job: str
-    model: str
-    save: Save
+    model: str  # fingerprint of the model, so that no other model's state is loaded
+    save: Save  # that this is a part of
     rank: int
     end_bytes: int
     crc32: int
-    index_bytes: int
+    index_bytes: int  # length of the description of the tensors, at the content's end
 
     def to_bytes(self) -> bytes:
         """The text of the header, with its length and checksum before it."""
@@ -184,15 +173,11 @@ Place = TypeVar("Place")
 
 
 class Holding(NamedTuple):
-    """A part of a save, and who holds it.
-
-    Args:
-        place: where it is.
-    """
+    """A part of a save, and who holds it."""
 
     save: Save
     rank: int
-    place: tuple[str, str]
+    place: tuple[str, str]  # where it is
 
 
 def choose_slot(slots: Mapping[str, Save | None], kept: Save | None) -> str:

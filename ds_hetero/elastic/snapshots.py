@@ -45,38 +45,25 @@ _PAUSE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A rank of the world, and where it keeps its state.
-
-    Args:
-        keeper: address of the node's keeper.
-        free_bytes: of the node's shared memory.
-    """
+    """A rank of the world, and where it keeps its state."""
 
     name: str
     node: str
-    keeper: tuple[str, int]
-    free_bytes: int
+    keeper: tuple[str, int]  # address of the node's keeper
+    free_bytes: int  # of the node's shared memory
     num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRules:
-    """Rules by which a rank saves.
-
-    Args:
-        start: of this world; greater than those before.
-        every_steps: between two saves; None for as few as cost nothing.
-        copies: of each part, on other nodes.
-        notice_s: seconds that a node has from its notice to its end.
-        resumed: the save that this world began with.
-    """
+    """Rules by which a rank saves."""
 
     model: str
-    start: str
-    every_steps: int | None
-    copies: int
-    notice_s: float
-    resumed: Save | None
+    start: str  # of this world; greater than those before
+    every_steps: int | None  # between two saves; None for as few as cost nothing
+    copies: int  # of each part, on other nodes
+    notice_s: float  # seconds that a node has from its notice to its end
+    resumed: Save | None  # the save that this world began with
 
 
 class Snapshots:

@@ -25,17 +25,12 @@ _LOOK_S = 0.1
 
 @dataclass(kw_only=True)
 class Worker:
-    """A worker of an elastic job.
-
-    Args:
-        local_rank: among the workers of its agent.
-        round_number: of the world that it belongs to.
-    """
+    """A worker of an elastic job."""
 
     place: NodePlace
     agent: str
-    local_rank: int
-    round_number: int
+    local_rank: int  # among the workers of its agent
+    round_number: int  # of the world that it belongs to
 
     def __post_init__(self) -> None:
         self.token = token_of(self.place.job)

@@ -62,17 +62,11 @@ OF_RESULTS = ("logits_to_keep", "num_items_in_batch", "output_attentions", "outp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Argument(NameRow):
-    """Effect of one argument, or of all whose name fits a pattern.
+    """Effect of one argument, or of all whose name fits a pattern."""
 
-    Args:
-        of_towers: of models that put images or sounds before a text decoder; others are refused it.
-        in_calls: what it means in `handle.sharded_call`, where it is refused elsewhere.
-        in_pipelines: pipelines take it; they are given no other.
-    """
-
-    of_towers: bool = False
-    in_calls: str = ""
-    in_pipelines: bool = False
+    of_towers: bool = False  # of models that put images or sounds before a text decoder; others are refused it
+    in_calls: str = ""  # what it means in `handle.sharded_call`, where it is refused elsewhere
+    in_pipelines: bool = False  # pipelines take it; they are given no other
 
 
 def _exact(why: str, *, in_pipelines: bool = False) -> Argument:

@@ -23,37 +23,26 @@ class Wanted:
     """Results of sharded calls.
 
     Args:
-        own_outputs: the model's own outputs, put together; else `ds_hetero.engine.adapters.ResultsOfTokens`.
-        logits: with ``logits`` [B, L, V].
-        hidden_state: with ``hidden_state``, which is no output of the model's.
         shorter_outputs: names of classes of outputs whose results of tokens have a column less than the batch, since
             each is of the next token.
     """
 
-    own_outputs: bool
-    logits: bool
-    hidden_state: bool = False
+    own_outputs: bool  # the model's own outputs, put together; else `ds_hetero.engine.adapters.ResultsOfTokens`
+    logits: bool  # with ``logits`` [B, L, V]
+    hidden_state: bool = False  # with ``hidden_state``, which is no output of the model's
     shorter_outputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedForward:
-    """One sharded forward of one model.
+    """One sharded forward of one model."""
 
-    Args:
-        batch: the layout that all ranks agreed on.
-        replica: this rank's replica, with the schedule for which the batch was cut.
-        kernel: the name of the kernel in the configuration, or None.
-        is_placeholder: this rank holds no token of the batch; its one column stands for none.
-        doors_used: by its recurrent layers, see `recurrent_layers`.
-    """
-
-    batch: BatchLayout
-    replica: Replica
-    kernel: str | None
-    is_placeholder: bool
+    batch: BatchLayout  # the layout that all ranks agreed on
+    replica: Replica  # this rank's replica, with the schedule for which the batch was cut
+    kernel: str | None  # the name of the kernel in the configuration, or None
+    is_placeholder: bool  # this rank holds no token of the batch; its one column stands for none
     clock: Clock
-    doors_used: set[str] = field(default_factory=set)
+    doors_used: set[str] = field(default_factory=set)  # by its recurrent layers, see `recurrent_layers`
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -61,18 +50,14 @@ class ForwardMode:
     """Mode of the forwards to come, and of the one that runs.
 
     Args:
-        takes_shards: whether forwards take shards, or whole batches; None where no context says it.
-        wanted: results of sharded calls; None where calls are none.
-        forward: the sharded forward that runs; masks that are made are its own.
-        is_whole: a forward on whole sequences runs, so that attention is theirs.
         given_shard: class of the model that was given a shard; attention outside of a sharded forward is refused.
         is_compared: such attention may pass: its result is compared with that of a whole forward, and names the module.
     """
 
-    takes_shards: bool | None = None
-    wanted: Wanted | None = None
-    forward: ShardedForward | None = None
-    is_whole: bool = False
+    takes_shards: bool | None = None  # whether forwards take shards, or whole batches; None where no context says it
+    wanted: Wanted | None = None  # results of sharded calls; None where calls are none
+    forward: ShardedForward | None = None  # the sharded forward that runs; masks that are made are its own
+    is_whole: bool = False  # a forward on whole sequences runs, so that attention is theirs
     given_shard: str | None = None
     is_compared: bool = False
 

@@ -172,14 +172,10 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedFile:
-    """A file of a checkpoint as it was saved.
-
-    Args:
-        crc32: of its content, as zip files have it. It finds damage, not forgery.
-    """
+    """A file of a checkpoint as it was saved."""
 
     size_bytes: int
-    crc32: int
+    crc32: int  # of its content, as zip files have it. It finds damage, not forgery
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,15 +183,12 @@ class Manifest:
     """Content of a checkpoint.
 
     Args:
-        step: optimizer steps done when it was saved.
-        save_id: drawn for this save; stamped into its parts.
-        parts: by file name.
         plan: of a job that re-planning has given another one than it began with, as in a file of version 2.
     """
 
-    step: int
-    save_id: str
-    parts: Mapping[str, SavedFile] = field(default_factory=dict)
+    step: int  # optimizer steps done when it was saved
+    save_id: str  # drawn for this save; stamped into its parts
+    parts: Mapping[str, SavedFile] = field(default_factory=dict)  # by file name
     plan: JsonObject | None = None
 
     def to_json(self) -> str:

@@ -18,15 +18,10 @@ from ds_hetero.values.section import HeterogeneitySection
 
 @dataclass(frozen=True)
 class ReplicaBatches:
-    """The batches of one replica among replicas that take different ones.
+    """The batches of one replica among replicas that take different ones."""
 
-    Args:
-        split: the batches of all replicas.
-        replica_id: index of this rank's replica.
-    """
-
-    split: BatchSplit
-    replica_id: int
+    split: BatchSplit  # the batches of all replicas
+    replica_id: int  # index of this rank's replica
 
 
 @dataclass(frozen=True)
@@ -34,12 +29,11 @@ class Request:
     """Request to a job.
 
     Args:
-        section: the "heterogeneity" section; None where there is none, or it is switched off.
         plan: in the section's file, or inline in it, or of its batches; None where it names a strategy or asks for a
             search.
     """
 
-    section: HeterogeneitySection | None
+    section: HeterogeneitySection | None  # the "heterogeneity" section; None where there is none, or it is switched off
     plan: Plan | None
 
     @property

@@ -41,16 +41,11 @@ _PACKAGES = ("ds-hetero", "torch", "deepspeed", "transformers", "accelerate")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Measurements that one rank sends now and then.
-
-    Args:
-        memory_bytes: most memory in use so far: of the device, on CPUs of the process.
-        trace: ranges of its latest step.
-    """
+    """Measurements that one rank sends now and then."""
 
     device: str
-    memory_bytes: int
-    trace: tuple[TracedRange, ...]
+    memory_bytes: int  # most memory in use so far: of the device, on CPUs of the process
+    trace: tuple[TracedRange, ...]  # ranges of its latest step
 
     @classmethod
     def take(cls, device: torch.device, ranges: Sequence[NamedRange]) -> Snapshot:

@@ -24,13 +24,9 @@ PATIENCE = 2  # observations in a row before a rank is named, or said to have ca
 
 
 class Remedy(NamedTuple):
-    """Change that would let the others wait less.
+    """Change that would let the others wait less."""
 
-    Args:
-        subject: of the sentence that says what it saves, with its verb.
-    """
-
-    subject: str
+    subject: str  # of the sentence that says what it saves, with its verb
     setting: str
 
 

@@ -42,26 +42,17 @@ Samples = Sequence[JsonObject]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
-    """Description of a rank, before anything is timed.
+    """Description of a rank, before anything is timed."""
 
-    Args:
-        node: the same for ranks that share a machine and its network.
-        device: the catalogue's name where it has one.
-        memory_bytes: of the device; of a CPU, the rank's share.
-        attention: name of the kernel that is timed.
-        head_dim: width of the heads that it is timed with; None in profiles of earlier releases.
-        softcap: bound of the attention scores that it is timed with; None for no bound.
-    """
-
-    node: str
+    node: str  # the same for ranks that share a machine and its network
     host: str
-    device: str
-    memory_bytes: int
+    device: str  # the catalogue's name where it has one
+    memory_bytes: int  # of the device; of a CPU, the rank's share
     torch: str
     dtype: str
-    attention: str
-    head_dim: int | None = None
-    softcap: float | None = None
+    attention: str  # name of the kernel that is timed
+    head_dim: int | None = None  # width of the heads that it is timed with; None in profiles of earlier releases
+    softcap: float | None = None  # bound of the attention scores that it is timed with; None for no bound
 
 
 def cluster_content(ranks: Sequence[RankFacts], samples: Samples, circumstances: JsonObject | None = None) -> JsonDict:

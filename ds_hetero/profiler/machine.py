@@ -19,16 +19,11 @@ MAX_SPREAD = 0.25  # by which the slowest of the equal timings may exceed the fa
 
 
 class CpuUse(NamedTuple):
-    """Load on the cores of this rank's host while it was measured.
-
-    Args:
-        busy_cores: cores that were busy, in the mean; None where the operating system does not say.
-        own_cores: cores that this rank itself kept busy.
-    """
+    """Load on the cores of this rank's host while it was measured."""
 
     host: str
-    busy_cores: float | None
-    own_cores: float
+    busy_cores: float | None  # cores that were busy, in the mean; None where the operating system does not say
+    own_cores: float  # cores that this rank itself kept busy
     num_cores: int
 
 
@@ -38,11 +33,10 @@ class Quietness:
 
     Args:
         others_share: largest share of a host's cores that other processes kept busy; None where it is not known.
-        spread: how much the slowest of equal timings exceeds the fastest, on the rank where it is most.
     """
 
     others_share: float | None
-    spread: float
+    spread: float  # how much the slowest of equal timings exceeds the fastest, on the rank where it is most
 
 
 class CpuWatch:

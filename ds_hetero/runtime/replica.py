@@ -20,18 +20,14 @@ class Replica:
     """This rank's place in its sequence-parallel replica.
 
     Args:
-        plan: what all ranks of the job do.
-        rank: this process's global rank.
-        sp_group: process group of all ranks of the replica; the ring's point-to-point traffic runs on it.
-        a2a_group: process group of this rank's all-to-all group; None where the rank is alone in it.
         far_group: the ranks of ``sp_group`` once more, for messages between nodes that nothing is to wait behind; None
             where messages have tags, and none waits behind another one.
     """
 
-    plan: Plan
-    rank: int
-    sp_group: ProcessGroup
-    a2a_group: ProcessGroup | None
+    plan: Plan  # what all ranks of the job do
+    rank: int  # this process's global rank
+    sp_group: ProcessGroup  # process group of all ranks of the replica; the ring's point-to-point traffic runs on it
+    a2a_group: ProcessGroup | None  # process group of this rank's all-to-all group; None where the rank is alone in it
     far_group: ProcessGroup | None = None
 
     @cached_property

@@ -134,20 +134,13 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Case of attention.
+    """Case of attention."""
 
-    Args:
-        spec: of the layer, without sinks.
-        head_dim: D.
-        documents: of the one row; None for one document.
-        with_sinks: a sink for every head.
-    """
-
-    spec: AttentionSpec
+    spec: AttentionSpec  # of the layer, without sinks
     dtype: torch.dtype
-    head_dim: int
-    documents: Documents | None = None
-    with_sinks: bool = False
+    head_dim: int  # D
+    documents: Documents | None = None  # of the one row; None for one document
+    with_sinks: bool = False  # a sink for every head
 
 
 def largest_error(case: Case, replica: Replica, length: int, device: torch.device) -> float:

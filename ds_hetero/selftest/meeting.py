@@ -34,16 +34,11 @@ _ANSWER_S = 3.0  # for a rank to say where it is
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the test cannot go on.
-
-    Args:
-        number: of the call, which counts alike on all ranks.
-        call: what the rank was doing.
-    """
+    """Why the test cannot go on."""
 
     rank: int
-    number: int
-    call: str
+    number: int  # of the call, which counts alike on all ranks
+    call: str  # what the rank was doing
     cause: str
 
 
@@ -297,18 +292,13 @@ class CallWatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One run of the self-test on one rank, once the default process group exists.
-
-    Args:
-        watch: sets every call a deadline.
-        nodes: by node, its ranks.
-    """
+    """One run of the self-test on one rank, once the default process group exists."""
 
     rank: int
     size: int
     device: torch.device
-    watch: CallWatch
-    nodes: tuple[tuple[int, ...], ...]
+    watch: CallWatch  # sets every call a deadline
+    nodes: tuple[tuple[int, ...], ...]  # by node, its ranks
     quick: bool
 
 

@@ -31,18 +31,12 @@ _SLOWEST = 10.0  # a check of other ranks may take so many limits of a call
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the user.
-
-    Args:
-        limit_s: seconds that a call may take.
-        out: file for the report as text.
-        as_json: file for the report as JSON.
-    """
+    """Options of the user."""
 
     quick: bool
-    limit_s: float
-    out: Path | None
-    as_json: Path | None
+    limit_s: float  # seconds that a call may take
+    out: Path | None  # file for the report as text
+    as_json: Path | None  # file for the report as JSON
     with_host_names: bool
 
 
@@ -74,20 +68,14 @@ def run(options: Options) -> bool:
 
 @dataclass
 class _Run:
-    """A run under way.
+    """A run under way."""
 
-    Args:
-        meeting: to exchange lines with the other ranks.
-        report: with the checks that are over.
-        own_lines: what the check that runs has said of this rank.
-    """
-
-    meeting: Meeting
+    meeting: Meeting  # to exchange lines with the other ranks
     aside: Meeting
-    report: Report
+    report: Report  # with the checks that are over
     options: Options
     begin_s: float
-    own_lines: list[Line] = field(default_factory=list)
+    own_lines: list[Line] = field(default_factory=list)  # what the check that runs has said of this rank
 
     def report_failure(self, failure: Failure, standing: Sequence[str]) -> None:
         """Print and write the report of a run that ends here; see `CallWatch`."""

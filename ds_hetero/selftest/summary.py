@@ -26,15 +26,10 @@ _STYLES = {"pass": "green", "fail": "bold red", "skip": "yellow", "info": "dim"}
 
 @dataclass
 class Report:
-    """Results so far.
+    """Results so far."""
 
-    Args:
-        ranks: descriptions by rank, from `ds_hetero.selftest.ranks`.
-        nodes: by node, its ranks.
-    """
-
-    ranks: list[JsonObject] = field(default_factory=list)
-    nodes: tuple[tuple[int, ...], ...] = ()
+    ranks: list[JsonObject] = field(default_factory=list)  # descriptions by rank, from `ds_hetero.selftest.ranks`
+    nodes: tuple[tuple[int, ...], ...] = ()  # by node, its ranks
     lines: list[Line] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -123,18 +118,12 @@ Status = Literal["pass", "fail", "skip", "info"]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Result of a check, on one rank or on ranks that agree.
-
-    Args:
-        status: ``"info"`` takes no part in the verdict.
-        detail: the reason, or what was measured.
-        ranks: of which it is said, once those of all ranks have been put together; empty for all.
-    """
+    """Result of a check, on one rank or on ranks that agree."""
 
     name: str
-    status: Status
-    detail: str = ""
-    ranks: tuple[int, ...] = ()
+    status: Status  # ``"info"`` takes no part in the verdict
+    detail: str = ""  # the reason, or what was measured
+    ranks: tuple[int, ...] = ()  # of which it is said, once those of all ranks have been put together; empty for all
 
 
 def merge(lines_of_ranks: Sequence[Sequence[Line]]) -> list[Line]:

@@ -20,37 +20,26 @@ class MeetingRules:
     """When a round may begin.
 
     Args:
-        least: agents that a round needs.
-        start: agents that the first round waits for; None for as many as come within ``patience_s``.
         majority: a server that takes over needs more than half of the round before as well, so that the two halves
             of a network that is cut do not both go on.
-        patience_s: that the first round waits for more than the least.
-        rejoin_s: that a broken round waits for members who are connected and do not come.
-        attach_s: that a server which has taken over waits for members who have not come to it yet.
-        wait_s: that too few wait for more, before the job ends.
     """
 
-    least: int = 1
-    start: int | None = None
+    least: int = 1  # agents that a round needs
+    start: int | None = None  # agents that the first round waits for; None for as many as come within ``patience_s``
     majority: bool = True
-    patience_s: float = 30.0
-    rejoin_s: float = 45.0
-    attach_s: float = 6.0
-    wait_s: float = 600.0
+    patience_s: float = 30.0  # that the first round waits for more than the least
+    rejoin_s: float = 45.0  # that a broken round waits for members who are connected and do not come
+    attach_s: float = 6.0  # that a server which has taken over waits for members who have not come to it yet
+    wait_s: float = 600.0  # that too few wait for more, before the job ends
 
 
 @dataclass(kw_only=True)
 class _Member:
-    """An agent that is connected.
-
-    Args:
-        info: what it says of itself; equal ``terms`` are a condition.
-        joined_s: since when it waits for a round; None while its workers run.
-    """
+    """An agent that is connected."""
 
     tell: Callable[[Message], None]
-    info: Message
-    joined_s: float | None
+    info: Message  # what it says of itself; equal ``terms`` are a condition
+    joined_s: float | None  # since when it waits for a round; None while its workers run
 
 
 class AgentMeeting:

@@ -148,15 +148,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """A node of a job.
-
-    Args:
-        folder: of its segments and small files, in shared memory.
-    """
+    """A node of a job."""
 
     job: str
     node: str
-    folder: Path
+    folder: Path  # of its segments and small files, in shared memory
 
     @staticmethod
     def of_environment(variables: Mapping[str, str] | None = None) -> NodePlace | None:

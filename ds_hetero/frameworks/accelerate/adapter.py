@@ -46,17 +46,11 @@ _replica_size: ContextVar[int] = ContextVar("_replica_size", default=1)  # ranks
 
 @dataclass(frozen=True)
 class _Sharding:
-    """Kind of batches that loaders prepared now yield.
+    """Kind of batches that loaders prepared now yield."""
 
-    Args:
-        sp_size: ranks that share a batch.
-        batches: where the replicas take different batches.
-        by_mode: loaders are of training and of evaluation, which shows when they are read.
-    """
-
-    sp_size: int
-    batches: ReplicaBatches | None
-    by_mode: bool = False
+    sp_size: int  # ranks that share a batch
+    batches: ReplicaBatches | None  # where the replicas take different batches
+    by_mode: bool = False  # loaders are of training and of evaluation, which shows when they are read
 
 
 def install(registry: Registry) -> None:

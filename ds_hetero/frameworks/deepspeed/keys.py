@@ -25,17 +25,11 @@ _ON: tuple[object, ...] = (None, True, "auto")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key(NameRow):
-    """Effect of one key, or of all keys below one.
+    """Effect of one key, or of all keys below one."""
 
-    Args:
-        off: see `NameRow`.
-        with_pipelines: why the key is refused with pipelines, where it is not refused elsewhere.
-        off_with_pipelines: values with which it is not.
-    """
-
-    off: tuple[object, ...] = _OFF
-    with_pipelines: str = ""
-    off_with_pipelines: tuple[object, ...] = _OFF
+    off: tuple[object, ...] = _OFF  # see `NameRow`
+    with_pipelines: str = ""  # why the key is refused with pipelines, where it is not refused elsewhere
+    off_with_pipelines: tuple[object, ...] = _OFF  # values with which it is not
 
 
 def _exact(why: str = "", with_pipelines: str = "") -> Key:

@@ -20,17 +20,11 @@ from ds_hetero.engine.handle import Handle
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Result of an optimizer step.
+    """Result of an optimizer step."""
 
-    Args:
-        loss: of the batch before the step.
-        grad_norm: of all gradients; None where DeepSpeed does not tell it.
-        parameters: whole, in float32, after the step.
-    """
-
-    loss: float
-    grad_norm: float | None
-    parameters: dict[str, Tensor]
+    loss: float  # of the batch before the step
+    grad_norm: float | None  # of all gradients; None where DeepSpeed does not tell it
+    parameters: dict[str, Tensor]  # whole, in float32, after the step
 
 
 def train_one_step(

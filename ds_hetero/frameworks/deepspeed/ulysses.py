@@ -72,17 +72,11 @@ class SequenceParallelState:
 
 @dataclass
 class PendingRegistration:
-    """A stock registration made before the configuration was known.
+    """A stock registration made before the configuration was known."""
 
-    Args:
-        undo: puts back the attention function that it replaced.
-        error: what stock raised; raised again if there is no section after all.
-        adapters: loaders that stock has wrapped since.
-    """
-
-    undo: Callable[[], None]
-    error: Exception | None = None
-    adapters: int = 0
+    undo: Callable[[], None]  # puts back the attention function that it replaced
+    error: Exception | None = None  # what stock raised; raised again if there is no section after all
+    adapters: int = 0  # loaders that stock has wrapped since
 
     def cancel(self) -> None:
         """Undo the registration, since there is a section.

@@ -34,23 +34,14 @@ from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionSpec:
-    """Attention of a layer: its mask, its scale, and its kernel.
+    """Attention of a layer: its mask, its scale, and its kernel."""
 
-    Args:
-        kernel: computes the blocks; see `ds_hetero.runtime.attention.kernels.select`.
-        causal: a query sees no later key.
-        window: with ``causal``, keys a query sees: itself and the ``window - 1`` before it.
-        scale: of the scores; D ** -0.5 if left out.
-        softcap: scores s become softcap * tanh(s / softcap) (Gemma 2).
-        sinks: [H], a logit per head that takes part in the softmax and carries no value (gpt-oss).
-    """
-
-    kernel: AttentionKernel
-    causal: bool = True
-    window: int | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    kernel: AttentionKernel  # computes the blocks; see `ds_hetero.runtime.attention.kernels.select`
+    causal: bool = True  # a query sees no later key
+    window: int | None = None  # with ``causal``, keys a query sees: itself and the ``window - 1`` before it
+    scale: float | None = None  # of the scores; D ** -0.5 if left out
+    softcap: float | None = None  # scores s become softcap * tanh(s / softcap) (Gemma 2)
+    sinks: Tensor | None = None  # [H], a logit per head that takes part in the softmax and carries no value (gpt-oss)
 
     def scores(self, head_dim: int) -> Scores:
         """How scores of heads of this size are made."""

@@ -45,13 +45,9 @@ from ds_hetero.values.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchLayout:
-    """The structure of one batch; the same on every rank of the replica.
+    """The structure of one batch; the same on every rank of the replica."""
 
-    Args:
-        placement: who holds what, with the documents of every row.
-    """
-
-    placement: Placement
+    placement: Placement  # who holds what, with the documents of every row
     _parts: dict[Replica, tuple[tuple[Replica, BatchLayout], ...]] = field(default_factory=dict, repr=False)
     _rings: dict[tuple[int, bool, int | None], tuple[Ring, ...]] = field(default_factory=dict, repr=False)
 

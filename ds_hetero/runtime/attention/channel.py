@@ -31,20 +31,13 @@ from ds_hetero.runtime.step_clock import RING_WAIT, Clock
 
 
 class Message(NamedTuple):
-    """A contiguous tensor to receive or to send.
-
-    Args:
-        peer: global rank of the other end.
-        tag: pairs messages of one round.
-        due: the receiver needs it before this step.
-        is_far: it may take several steps, and nothing is to wait behind it.
-    """
+    """A contiguous tensor to receive or to send."""
 
     tensor: Tensor
-    peer: int
-    tag: int
-    due: int = 0
-    is_far: bool = False
+    peer: int  # global rank of the other end
+    tag: int  # pairs messages of one round
+    due: int = 0  # the receiver needs it before this step
+    is_far: bool = False  # it may take several steps, and nothing is to wait behind it
 
 
 class PendingReceives:

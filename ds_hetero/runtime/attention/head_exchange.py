@@ -28,13 +28,9 @@ from ds_hetero.values.placement import Placement
 
 @dataclass(frozen=True)
 class Exchange(HeadTable):
-    """Split tables of one group for one placement, and the process group that it trades in.
+    """Split tables of one group for one placement, and the process group that it trades in."""
 
-    Args:
-        process_group: None where the rank is alone; then nothing moves.
-    """
-
-    process_group: ProcessGroup | None
+    process_group: ProcessGroup | None  # None where the rank is alone; then nothing moves
 
     def run(self, recv: Tensor, send: Tensor, recv_sizes: list[int], send_sizes: list[int]) -> None:
         """One all_to_all_single of flat buffers; a copy where the rank is alone."""

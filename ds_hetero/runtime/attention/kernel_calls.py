@@ -85,21 +85,14 @@ class BlockCall:
 
 @dataclass(frozen=True, eq=False)
 class PackedCall:
-    """A call for many blocks of one batch row and one range of heads; no two share a query or a key.
-
-    Args:
-        queries: local queries of every block, ascending.
-        keys: keys of every block, ascending.
-        bands: of every block, all with the same `Band.window`.
-        first: whether no earlier call of the forward has any of these queries.
-    """
+    """A call for many blocks of one batch row and one range of heads; no two share a query or a key."""
 
     q_heads: slice
     kv_heads: slice
-    queries: tuple[Range, ...]
-    keys: tuple[Range, ...]
-    bands: tuple[Band, ...]
-    first: bool
+    queries: tuple[Range, ...]  # local queries of every block, ascending
+    keys: tuple[Range, ...]  # keys of every block, ascending
+    bands: tuple[Band, ...]  # of every block, all with the same `Band.window`
+    first: bool  # whether no earlier call of the forward has any of these queries
 
     @cached_property
     def blocks(self) -> PackedBlocks:

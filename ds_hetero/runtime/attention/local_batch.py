@@ -40,22 +40,16 @@ class LocalBatch:
     """A batch as one rank sees it.
 
     Args:
-        batch_size: rows of the batch: B.
-        tokens: tokens of one row that the rank holds: s.
-        dtype: the dtype in which attention will run.
-        position_ids: [B, s] or [1, s].
-        attention_mask: [B, s]; non-zero where a token is real.
         cu_seqlens: [documents + 1] boundaries in the whole flattened sequence, the same on every rank; B must be 1.
-        placement: for which the shard was cut, if that is known.
     """
 
-    batch_size: int
-    tokens: int
-    dtype: torch.dtype
-    position_ids: Tensor | None = None
-    attention_mask: Tensor | None = None
+    batch_size: int  # rows of the batch: B
+    tokens: int  # tokens of one row that the rank holds: s
+    dtype: torch.dtype  # the dtype in which attention will run
+    position_ids: Tensor | None = None  # [B, s] or [1, s]
+    attention_mask: Tensor | None = None  # [B, s]; non-zero where a token is real
     cu_seqlens: Tensor | None = None
-    placement: Placement | None = None
+    placement: Placement | None = None  # for which the shard was cut, if that is known
 
     @property
     def documents_from(self) -> str:
@@ -144,17 +138,11 @@ def expect_one_batch(replica: Replica, headers: Sequence[Header]) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownPlacement:
-    """A placement by documents that the loader made, and what tells its shards from others.
+    """A placement by documents that the loader made, and what tells its shards from others."""
 
-    Args:
-        placement: with the documents.
-        documents_from: the entry of the batch that they were read from.
-        position_runs: the position ids of the whole batch.
-    """
-
-    placement: Placement
-    documents_from: str
-    position_runs: PositionRuns
+    placement: Placement  # with the documents
+    documents_from: str  # the entry of the batch that they were read from
+    position_runs: PositionRuns  # the position ids of the whole batch
 
 
 def known_placement(

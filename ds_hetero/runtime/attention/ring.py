@@ -114,21 +114,14 @@ def _empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class RingContext:
-    """Context that the forward and the backward of one attention layer share.
+    """Context that the forward and the backward of one attention layer share."""
 
-    Args:
-        rings: this rank's part in the ring of each of its lanes, in the placement's order.
-        group: process group of the replica, on which messages travel.
-        far_group: the same ranks, for messages between nodes.
-        clock: times the phases and counts the operations.
-    """
-
-    rings: Sequence[Ring]
-    group: ProcessGroup
-    far_group: ProcessGroup | None
+    rings: Sequence[Ring]  # this rank's part in the ring of each of its lanes, in the placement's order
+    group: ProcessGroup  # process group of the replica, on which messages travel
+    far_group: ProcessGroup | None  # the same ranks, for messages between nodes
     kernel: AttentionKernel
     scores: Scores
-    clock: Clock = UNTIMED
+    clock: Clock = UNTIMED  # times the phases and counts the operations
 
     @property
     def undivided(self) -> KernelCall | None:

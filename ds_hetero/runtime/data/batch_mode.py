@@ -31,20 +31,15 @@ class LoaderReport:
     """Report of one rank on its loader.
 
     Args:
-        replica: id of the rank's replica.
-        requested: the mode that the user requested, if any.
-        shards: ``(number of shards, index)`` of everything in the loader that shards by rank.
         unsharded_by: the framework whose loader would shard, and has found that this replica needs no sharding.
-        length: batches of an epoch on this rank; None where the loader does not know.
-        first: checksum of the first batch, "" without one; None before it is looked at.
     """
 
-    replica: int
-    requested: str | None
-    shards: tuple[tuple[int, int], ...]
+    replica: int  # id of the rank's replica
+    requested: str | None  # the mode that the user requested, if any
+    shards: tuple[tuple[int, int], ...]  # ``(number of shards, index)`` of everything in the loader that shards by rank
     unsharded_by: str | None = None
-    length: int | None = None
-    first: str | None = None
+    length: int | None = None  # batches of an epoch on this rank; None where the loader does not know
+    first: str | None = None  # checksum of the first batch, "" without one; None before it is looked at
 
 
 def describe_loader(dataloader: Any, names: LoaderNames, replica: int, requested: str | None = None) -> LoaderReport:
@@ -156,21 +151,17 @@ class LoaderNames:
     """Attribute and class names by which a framework's loaders, samplers and datasets are recognized.
 
     Args:
-        wrapped: attributes that hold what an object wraps.
         shards: pairs of attributes (number of shards, index of the shard) of whatever shards by rank.
         always_sharding: classes of loaders that shard whenever there is more than one process to read for, each with
             the name of its framework.
-        with_epoch: attributes of a loader that may want to know which epoch comes next.
-        with_state: attributes that hold the loader whose state counts, if it has one.
-        at_end: attributes of a loader that become true with the last batch of an epoch.
     """
 
-    wrapped: tuple[str, ...] = ()
+    wrapped: tuple[str, ...] = ()  # attributes that hold what an object wraps
     shards: tuple[tuple[str, str], ...] = ()
     always_sharding: tuple[tuple[str, str], ...] = ()
-    with_epoch: tuple[str, ...] = ()
-    with_state: tuple[str, ...] = ()
-    at_end: tuple[str, ...] = ()
+    with_epoch: tuple[str, ...] = ()  # attributes of a loader that may want to know which epoch comes next
+    with_state: tuple[str, ...] = ()  # attributes that hold the loader whose state counts, if it has one
+    at_end: tuple[str, ...] = ()  # attributes of a loader that become true with the last batch of an epoch
 
     def __or__(self, other: LoaderNames) -> LoaderNames:
         """The names of both frameworks."""

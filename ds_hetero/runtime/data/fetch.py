@@ -50,34 +50,25 @@ class FetchReport:
     """Report of one rank at the beginning of a fetch.
 
     Args:
-        batches: how many batches it has for the fetch.
-        checksum: of those batches, where all ranks of the replica must hold the same.
-        samples: checksum of the samples that all replicas together are to take; 0 if unknown.
         labels: labels that count in those batches; -1 if they have none. Of batches for a module that is not split,
             their samples.
     """
 
     replica: int
-    batches: int
-    checksum: int = 0
-    samples: int = 0
+    batches: int  # how many batches it has for the fetch
+    checksum: int = 0  # of those batches, where all ranks of the replica must hold the same
+    samples: int = 0  # checksum of the samples that all replicas together are to take; 0 if unknown
     labels: int = 0
 
 
 @dataclass(frozen=True)
 class FetchReports:
-    """Reports of all ranks at the beginning of a fetch.
+    """Reports of all ranks at the beginning of a fetch."""
 
-    Args:
-        number: of the fetch in the epoch.
-        payloads: what `Fetcher._payload` gave, by rank.
-        keeps_some: a rank keeps a batch of the fetch whole, see `WholeBatches.take_kept`.
-    """
-
-    number: int
+    number: int  # of the fetch in the epoch
     by_rank: Sequence[FetchReport]
-    payloads: Sequence[bytes]
-    keeps_some: bool = False
+    payloads: Sequence[bytes]  # what `Fetcher._payload` gave, by rank
+    keeps_some: bool = False  # a rank keeps a batch of the fetch whole, see `WholeBatches.take_kept`
 
     def ranks_by_replica(self) -> dict[int, list[int]]:
         """Ranks of every replica."""

@@ -43,17 +43,11 @@ from ds_hetero.values.plans import BatchSplit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchWeights:
-    """Weights of the loss of a micro-batch.
+    """Weights of the loss of a micro-batch."""
 
-    Args:
-        index: among those of its optimizer step.
-        counts: of the micro-batch; zeros where it only fills the step up.
-        counts_of_step: of all micro-batches of all ranks.
-    """
-
-    index: int
-    counts: UnitCounts
-    counts_of_step: UnitCounts
+    index: int  # among those of its optimizer step
+    counts: UnitCounts  # of the micro-batch; zeros where it only fills the step up
+    counts_of_step: UnitCounts  # of all micro-batches of all ranks
 
 
 class Trainee(Protocol):

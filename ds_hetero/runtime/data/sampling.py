@@ -32,15 +32,10 @@ _COPIED = (
 
 
 class Drawn(NamedTuple):
-    """The samples of one step, those of all replicas.
+    """The samples of one step, those of all replicas."""
 
-    Args:
-        samples: how many; None where they were drawn by another process, or the epoch is over.
-        checksum: of their indices, or of a stream's first one; 0 where these are not known.
-    """
-
-    samples: int | None = None
-    checksum: int = 0
+    samples: int | None = None  # how many; None where they were drawn by another process, or the epoch is over
+    checksum: int = 0  # of their indices, or of a stream's first one; 0 where these are not known
 
 
 class _Steps:
@@ -216,7 +211,6 @@ def replica_samples(
     """A loader like ``dataloader``, a plain `DataLoader`, that yields this replica's micro-batches.
 
     Args:
-        dataloader: of all samples.
         split: how each step's samples are shared.
         replica: index of this replica.
         is_of_rank: its batch size is a rank's, so that ``drop_last`` leaves out what fills no micro-step of all ranks.

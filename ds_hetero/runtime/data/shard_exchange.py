@@ -99,17 +99,11 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _AnnouncedShard:
-    """A shard as this rank will receive it.
+    """A shard as this rank will receive it."""
 
-    Args:
-        info: what is to be attached to it.
-        entries: the tensors, in the order in which they are packed.
-        objects: the entries that are not tensors.
-    """
-
-    info: ShardInfo
-    entries: Sequence[_Entry]
-    objects: Batch
+    info: ShardInfo  # what is to be attached to it
+    entries: Sequence[_Entry]  # the tensors, in the order in which they are packed
+    objects: Batch  # the entries that are not tensors
 
     @property
     def num_bytes(self) -> int:

@@ -21,27 +21,21 @@ class ShardInfo:
     """Information of the loader on a shard.
 
     Args:
-        placement: for which the shard was cut; a rank may hold shards from before a change of schedule.
         documents_from: the entry of the batch from which the placement's documents were read; None if it has none.
-        position_runs: the position ids of the whole batch, where the documents are known.
         num_items: labels that count in the optimizer step, over all replicas; None where the step's batches are not
             known.
-        is_filler: the batch only fills the step up, see `ds_hetero.runtime.data.shards.filler_batch`.
-        labels: [B, s] labels of the shard, for a loss that is given no labels.
         inputs_are_whole: the entries beside the shard's ``position_ids`` and labels are those of whole sequences.
-        whole_positions: with these, the batch's own ``position_ids``; None if it had none.
-        first: with these, the position of the whole sequences at which the placement begins.
     """
 
-    placement: Placement
+    placement: Placement  # for which the shard was cut; a rank may hold shards from before a change of schedule
     documents_from: str | None = None
-    position_runs: PositionRuns = ()
+    position_runs: PositionRuns = ()  # the position ids of the whole batch, where the documents are known
     num_items: int | None = None
-    is_filler: bool = False
-    labels: Tensor | None = None
+    is_filler: bool = False  # the batch only fills the step up, see `ds_hetero.runtime.data.shards.filler_batch`
+    labels: Tensor | None = None  # [B, s] labels of the shard, for a loss that is given no labels
     inputs_are_whole: bool = False
-    whole_positions: Tensor | None = None
-    first: int = 0
+    whole_positions: Tensor | None = None  # with these, the batch's own ``position_ids``; None if it had none
+    first: int = 0  # with these, the position of the whole sequences at which the placement begins
 
 
 def attach(tensor: Tensor, info: ShardInfo) -> Tensor:

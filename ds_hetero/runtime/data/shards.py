@@ -67,25 +67,18 @@ class WholeBatch:
     """A batch of whole sequences, ready to be cut.
 
     Args:
-        batch_size: B.
-        length: L.
-        sequences: [B, L, ...] tensors, of which each rank gets its positions.
-        constants: tensors without a sequence dimension, for every rank.
-        objects: what is not a tensor, for every rank.
-        rows: documents of every row; empty where they are left to be found by the model's forward.
         documents_from: the entry that they were read from, one of those in `ds_hetero.runtime.documents`.
-        position_runs: the position ids, where the documents are known.
         keeps_inputs: whether the model takes whole sequences and cuts them itself; they are among the constants.
     """
 
-    batch_size: int
-    length: int
-    sequences: dict[str, Tensor]
-    constants: dict[str, Tensor]
-    objects: Entries
-    rows: tuple[Rows, ...] = ()
+    batch_size: int  # B
+    length: int  # L
+    sequences: dict[str, Tensor]  # [B, L, ...] tensors, of which each rank gets its positions
+    constants: dict[str, Tensor]  # tensors without a sequence dimension, for every rank
+    objects: Entries  # what is not a tensor, for every rank
+    rows: tuple[Rows, ...] = ()  # documents of every row; empty where they are left to be found by the model's forward
     documents_from: str | None = None
-    position_runs: PositionRuns = ()
+    position_runs: PositionRuns = ()  # the position ids, where the documents are known
     keeps_inputs: bool = False
 
     def shard(self, intervals: Sequence[tuple[int, int]]) -> Entries:

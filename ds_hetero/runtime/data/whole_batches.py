@@ -46,17 +46,13 @@ class BatchReading:
     """How batches are read before they are cut.
 
     Args:
-        keep_labels: keep ``labels`` beside ``shift_labels``, see `ds_hetero.runtime.data.shards.read_batch`.
-        keep_inputs: cut labels only, see there.
-        by_documents: have batches know their documents, see `ds_hetero.runtime.data.whole_batches`.
-        complete: adds to a batch what its model would make of the whole of it.
         keeps: whether a batch is kept as the loader gives it, for `WholeBatches.take_kept`; asked when it is drawn.
     """
 
-    keep_labels: bool = False
-    keep_inputs: bool = False
-    by_documents: bool = False
-    complete: Callable[[Any], Any] = _as_it_is
+    keep_labels: bool = False  # keep ``labels`` beside ``shift_labels``, see `ds_hetero.runtime.data.shards.read_batch`
+    keep_inputs: bool = False  # cut labels only, see there
+    by_documents: bool = False  # have batches know their documents, see `ds_hetero.runtime.data.whole_batches`
+    complete: Callable[[Any], Any] = _as_it_is  # adds to a batch what its model would make of the whole of it
     keeps: Callable[[Any], bool] = _keep_none
 
 

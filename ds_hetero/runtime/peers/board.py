@@ -35,47 +35,32 @@ class Status(NamedTuple):
     """Where a rank is.
 
     Args:
-        asked: the question that this answers.
-        place: file, line and function of the script, and of the collective that it waits in, if it does.
-        waits: whether it waits for other ranks there.
-        in_script: whether in a collective that the script itself calls.
-        unchanged_s: for how long it has been there.
-        collective: of torch's that it waits in.
         counts: of the collectives that it has begun, by the name of their process group.
     """
 
-    asked: int
-    place: str
-    waits: bool
-    in_script: bool
-    unchanged_s: float
+    asked: int  # the question that this answers
+    place: str  # file, line and function of the script, and of the collective that it waits in, if it does
+    waits: bool  # whether it waits for other ranks there
+    in_script: bool  # whether in a collective that the script itself calls
+    unchanged_s: float  # for how long it has been there
     history: History
-    collective: Collective | None = None
+    collective: Collective | None = None  # of torch's that it waits in
     counts: Mapping[str, int] = MappingProxyType({})
 
 
 class Collective(NamedTuple):
-    """A collective of torch's in which a rank waits.
-
-    Args:
-        group: name of its process group.
-        ranks: of the group, in the whole job.
-    """
+    """A collective of torch's in which a rank waits."""
 
     name: str
-    group: str
-    ranks: Sequence[int]
+    group: str  # name of its process group
+    ranks: Sequence[int]  # of the group, in the whole job
 
 
 class End(NamedTuple):
-    """The last words of a rank.
-
-    Args:
-        how: `ENDED` with its script, `FAILED` with an error of its own, or `STOPPED` because of other ranks.
-    """
+    """The last words of a rank."""
 
     rank: int
-    how: str
+    how: str  # `ENDED` with its script, `FAILED` with an error of its own, or `STOPPED` because of other ranks
     text: str
 
 

@@ -31,17 +31,12 @@ T = TypeVar("T")
 
 
 class Counts(NamedTuple):
-    """Calls of this rank since its last fetch.
+    """Calls of this rank since its last fetch."""
 
-    Args:
-        forwards: on shards and with gradients, where ranks wait for one another.
-        number: of the fetch that begins, in its epoch.
-    """
-
-    forwards: int
+    forwards: int  # on shards and with gradients, where ranks wait for one another
     backwards: int
     steps: int
-    number: int
+    number: int  # of the fetch that begins, in its epoch
 
     def __str__(self) -> str:
         passes = (
@@ -54,17 +49,11 @@ _UNKNOWN_COUNTS = Counts(-1, -1, -1, -1)
 
 
 class History(NamedTuple):
-    """The latest calls of one rank.
+    """The latest calls of one rank."""
 
-    Args:
-        calls: what it called, oldest first.
-        num_before: calls before these.
-        has_left: whether it has left a loop over its batches, before the loop's end, since its last fetch.
-    """
-
-    calls: Sequence[str]
-    num_before: int
-    has_left: bool
+    calls: Sequence[str]  # what it called, oldest first
+    num_before: int  # calls before these
+    has_left: bool  # whether it has left a loop over its batches, before the loop's end, since its last fetch
 
     def at(self, index: int) -> str | None:
         """The call of that number since the start; None where it is not known, or not made yet."""

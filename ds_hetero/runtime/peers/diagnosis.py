@@ -15,15 +15,10 @@ _LEFT_S = 1.0  # the same where it has left the loop over its batches
 
 
 class Diagnosis(NamedTuple):
-    """Why the job cannot go on.
+    """Why the job cannot go on."""
 
-    Args:
-        error: the class of the error that all other ranks raise, `GONE` or `STEP`.
-        text: names the ranks that caused it and what to do.
-    """
-
-    error: str
-    text: str
+    error: str  # the class of the error that all other ranks raise, `GONE` or `STEP`
+    text: str  # names the ranks that caused it and what to do
 
 
 STORE_GONE = Diagnosis(
@@ -33,23 +28,14 @@ STORE_GONE = Diagnosis(
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence of a rank on the others.
+    """Evidence of a rank on the others."""
 
-    Args:
-        statuses: answers to its question, by rank.
-        ends: last words of ranks.
-        dead: ranks of this host whose process does not exist any more.
-        stopped: ranks of this host whose process is stopped by a signal.
-        silent: ranks that have not answered in time.
-        has_lost_peer: whether the backend has reported that some rank is gone.
-    """
-
-    statuses: Mapping[int, Status]
-    ends: Sequence[End] = ()
-    dead: Sequence[int] = ()
-    stopped: Sequence[int] = ()
-    silent: Sequence[int] = ()
-    has_lost_peer: bool = False
+    statuses: Mapping[int, Status]  # answers to its question, by rank
+    ends: Sequence[End] = ()  # last words of ranks
+    dead: Sequence[int] = ()  # ranks of this host whose process does not exist any more
+    stopped: Sequence[int] = ()  # ranks of this host whose process is stopped by a signal
+    silent: Sequence[int] = ()  # ranks that have not answered in time
+    has_lost_peer: bool = False  # whether the backend has reported that some rank is gone
 
 
 def diagnose(evidence: Evidence) -> Diagnosis | None:

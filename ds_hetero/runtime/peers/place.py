@@ -53,17 +53,13 @@ class Place(NamedTuple):
     """Where a thread is.
 
     Args:
-        mark: equal as long as it has not moved.
-        text: the line of the script and the function that it is in, for people.
-        waits: whether the innermost function is one that waits for other ranks.
-        in_script: whether the script called that itself, past this engine.
         in_store: whether the innermost function makes a process group, whose ranks find each other by the store.
     """
 
-    mark: tuple[int, ...]
-    text: str
-    waits: bool
-    in_script: bool
+    mark: tuple[int, ...]  # equal as long as it has not moved
+    text: str  # the line of the script and the function that it is in, for people
+    waits: bool  # whether the innermost function is one that waits for other ranks
+    in_script: bool  # whether the script called that itself, past this engine
     in_store: bool = False
 
 

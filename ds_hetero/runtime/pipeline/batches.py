@@ -21,15 +21,10 @@ from ds_hetero.values.plans import Plan
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageBatch:
-    """A micro-batch of whole sequences; `ds_hetero.runtime.pipeline.runner.MicroBatch`.
+    """A micro-batch of whole sequences; `ds_hetero.runtime.pipeline.runner.MicroBatch`."""
 
-    Args:
-        whole: from `ds_hetero.runtime.data.shards.read_batch`.
-        scale: by which the sum of its token losses counts in the loss of the step.
-    """
-
-    whole: WholeBatch
-    scale: float
+    whole: WholeBatch  # from `ds_hetero.runtime.data.shards.read_batch`
+    scale: float  # by which the sum of its token losses counts in the loss of the step
 
     @property
     def rows(self) -> int:

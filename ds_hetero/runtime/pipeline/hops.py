@@ -27,13 +27,9 @@ from ds_hetero.values.plans.timetable import ActivationTransfer, held_intervals,
 
 
 class BoundaryGroups(NamedTuple):
-    """Process groups of the ranks on both sides of a boundary, one per direction.
+    """Process groups of the ranks on both sides of a boundary, one per direction."""
 
-    Args:
-        activations: from the earlier stage to the later one.
-    """
-
-    activations: ProcessGroup
+    activations: ProcessGroup  # from the earlier stage to the later one
     gradients: ProcessGroup
 
 
@@ -89,18 +85,13 @@ class Receiving:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Boundary:
-    """One direction between this rank's stage and a neighbouring one.
-
-    Args:
-        rank: this process's, on either side.
-        device: where activations live.
-    """
+    """One direction between this rank's stage and a neighbouring one."""
 
     source: Stage
     target: Stage
-    rank: int
+    rank: int  # this process's, on either side
     group: ProcessGroup
-    device: torch.device
+    device: torch.device  # where activations live
 
     def send(self, x: Tensor, length: int) -> Sending:
         """Send this rank's part of what its stage computed.

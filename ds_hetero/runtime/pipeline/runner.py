@@ -57,22 +57,14 @@ class StageCompute(Protocol[B_contra]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Neighbours:
-    """Both directions of the boundaries of this rank's stage.
-
-    Args:
-        stage: index of its stage.
-        inputs: activations from the stage before; None on the first.
-        input_gradients: gradients to the stage before.
-        outputs: activations to the stage after; None on the last.
-        output_gradients: gradients from the stage after.
-    """
+    """Both directions of the boundaries of this rank's stage."""
 
     pipeline: Pipeline
-    stage: int
-    inputs: Boundary | None = None
-    input_gradients: Boundary | None = None
-    outputs: Boundary | None = None
-    output_gradients: Boundary | None = None
+    stage: int  # index of its stage
+    inputs: Boundary | None = None  # activations from the stage before; None on the first
+    input_gradients: Boundary | None = None  # gradients to the stage before
+    outputs: Boundary | None = None  # activations to the stage after; None on the last
+    output_gradients: Boundary | None = None  # gradients from the stage after
 
 
 def neighbours_of(

@@ -100,17 +100,11 @@ class _Reads(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Halo:
-    """The tokens before this rank's intervals.
+    """The tokens before this rank's intervals."""
 
-    Args:
-        give: for each rank, the own tokens that it needs.
-        take: how many tokens come from each rank.
-        is_used: some rank needs one of another.
-    """
-
-    give: tuple[Tensor, ...]
-    take: tuple[int, ...]
-    is_used: bool
+    give: tuple[Tensor, ...]  # for each rank, the own tokens that it needs
+    take: tuple[int, ...]  # how many tokens come from each rank
+    is_used: bool  # some rank needs one of another
     rows: tuple[_Reads, ...]
     _copies: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict, repr=False)
 
@@ -203,19 +197,13 @@ class _Holders:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """This rank's tokens, piece by piece.
-
-    Args:
-        places: of all positions.
-        fetched: place of every fetched position behind the own tokens.
-        zero: place of the zero.
-    """
+    """This rank's tokens, piece by piece."""
 
     intervals: tuple[Range, ...]
-    places: _Holders
+    places: _Holders  # of all positions
     rank: int
-    fetched: dict[int, int]
-    zero: int
+    fetched: dict[int, int]  # place of every fetched position behind the own tokens
+    zero: int  # place of the zero
 
     def reads(self, rows: Rows, reach: int) -> _Reads:
         """The tables of some rows of the batch."""

@@ -40,13 +40,11 @@ class HeadTrade:
     """Who holds which tokens of a batch.
 
     Args:
-        tokens: by rank of the replica.
-        index: which of them this rank is.
         positions: position of every token, by rank and by its place there; None where they ascend as they are.
     """
 
-    tokens: tuple[int, ...]
-    index: int
+    tokens: tuple[int, ...]  # by rank of the replica
+    index: int  # which of them this rank is
     process_group: ProcessGroup
     positions: Tensor | None
     _positions_on: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)

@@ -167,21 +167,13 @@ class _Chain(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Chains:
-    """Who passes which states to whom, of one batch.
+    """Who passes which states to whom, of one batch."""
 
-    Args:
-        chains: of all documents that several pieces make up.
-        pieces: of this rank, by rows and tokens.
-        give: for each rank, the own pieces whose states it needs.
-        take: for each rank, its pieces whose states this one needs.
-        moved_states: states of one row that all ranks together send forward.
-    """
-
-    chains: tuple[_Chain, ...]
-    pieces: tuple[_Piece, ...]
-    give: tuple[tuple[Place, ...], ...]
-    take: tuple[tuple[Place, ...], ...]
-    moved_states: int
+    chains: tuple[_Chain, ...]  # of all documents that several pieces make up
+    pieces: tuple[_Piece, ...]  # of this rank, by rows and tokens
+    give: tuple[tuple[Place, ...], ...]  # for each rank, the own pieces whose states it needs
+    take: tuple[tuple[Place, ...], ...]  # for each rank, its pieces whose states this one needs
+    moved_states: int  # states of one row that all ranks together send forward
 
     def goes_on(self, piece: _Piece) -> bool:
         """Whether a piece of this rank has later ones in its chain."""
@@ -428,15 +420,11 @@ class Scan:
     """Call of a scan by one layer.
 
     Args:
-        inputs: per token, [B, s, N, ...] with N = H or a divisor of it.
-        output_like: the input of H heads and of the output's shape.
-        parameters: per head, [H].
         compute: of whole sequences of some heads, inputs and parameters by name: [B, L, h, D].
-        passed_state: None where a state cannot be passed on.
     """
 
-    inputs: Tensors
-    output_like: str
-    parameters: Tensors
+    inputs: Tensors  # per token, [B, s, N, ...] with N = H or a divisor of it
+    output_like: str  # the input of H heads and of the output's shape
+    parameters: Tensors  # per head, [H]
     compute: Callable[[Tensors, Tensors], Tensor]
-    passed_state: PassedState | None = None
+    passed_state: PassedState | None = None  # None where a state cannot be passed on

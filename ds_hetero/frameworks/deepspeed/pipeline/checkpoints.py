@@ -90,7 +90,6 @@ def load_any_plan(
         load_dir: as of the method, and so the others.
         tag: left out, the one that ``latest`` names.
         load_optimizer_states: with moments and the like.
-        load_lr_scheduler_states: with the scheduler.
         load_module_only: parameters alone, no counters either.
         kwargs: of the method, not used here.
 
@@ -237,17 +236,11 @@ FILE_BYTES = 5 * 10**9  # of a file of weights at most, as transformers has it; 
 
 @dataclass(frozen=True, kw_only=True)
 class Consolidated:
-    """Files that were written.
+    """Files that were written."""
 
-    Args:
-        step: optimizer steps done when the checkpoint was saved.
-        tensors: parameters, a tied one once.
-        size_bytes: of all of them.
-    """
-
-    step: int
-    tensors: int
-    size_bytes: int
+    step: int  # optimizer steps done when the checkpoint was saved
+    tensors: int  # parameters, a tied one once
+    size_bytes: int  # of all of them
     files: tuple[str, ...]
 
 

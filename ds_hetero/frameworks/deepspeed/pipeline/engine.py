@@ -71,15 +71,10 @@ from ds_hetero.values.schedule import Group, Schedule
 
 
 class _Examined(NamedTuple):
-    """Arguments of a rank.
+    """Arguments of a rank."""
 
-    Args:
-        groups: of the user's optimizer, with names for parameters.
-        is_empty: the model was built without weights.
-    """
-
-    groups: Groups
-    is_empty: bool
+    groups: Groups  # of the user's optimizer, with names for parameters
+    is_empty: bool  # the model was built without weights
 
 
 class PipelineInstaller(Installer):

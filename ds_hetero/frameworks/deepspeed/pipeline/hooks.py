@@ -31,20 +31,15 @@ class PipelinedEngine(HookedEngine):
     """An engine whose model is a stage of a pipeline.
 
     Args:
-        plan: what all ranks do.
-        stage: this rank's part of the model.
-        runner: of its passes; None on a rank that is idle.
-        groups: process groups made so far, to be used again.
         outputs_with: makes outputs of a model of a loss and of sums that trainers log.
-        loss: of the passes that have yet to be followed by a step.
     """
 
-    plan: Plan
-    stage: StagedModel
-    runner: PipelineRunner[StageBatch] | None
-    groups: ProcessGroups
+    plan: Plan  # what all ranks do
+    stage: StagedModel  # this rank's part of the model
+    runner: PipelineRunner[StageBatch] | None  # of its passes; None on a rank that is idle
+    groups: ProcessGroups  # process groups made so far, to be used again
     outputs_with: Callable[[Tensor, Tensor | None], Any]
-    loss: Tensor | None = None
+    loss: Tensor | None = None  # of the passes that have yet to be followed by a step
 
     @property
     def why_batch_is_fixed(self) -> str:

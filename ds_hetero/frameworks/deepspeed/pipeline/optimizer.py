@@ -244,19 +244,15 @@ class _Holding:
     """Parameters that a rank owns and holds, before and after.
 
     Args:
-        old: boxes of what it owned, by parameter.
-        new: boxes of what it owns.
         state: by parameter it owned: the dtype of its value and of what the optimizer keeps by element, and anything
             else that the optimizer keeps as it is.
-        frozen_before: shapes of parameters that are not trained and that it held.
-        frozen_after: likewise, that it holds now.
     """
 
-    old: Mapping[str, tuple[Box, ...]]
-    new: Mapping[str, tuple[Box, ...]]
+    old: Mapping[str, tuple[Box, ...]]  # boxes of what it owned, by parameter
+    new: Mapping[str, tuple[Box, ...]]  # boxes of what it owns
     state: Mapping[str, Content]
-    frozen_before: Mapping[str, tuple[int, ...]]
-    frozen_after: Mapping[str, tuple[int, ...]]
+    frozen_before: Mapping[str, tuple[int, ...]]  # shapes of parameters that are not trained and that it held
+    frozen_after: Mapping[str, tuple[int, ...]]  # likewise, that it holds now
 
 
 def expect_movable(stage_model: nn.Module) -> None:

@@ -47,14 +47,12 @@ class RestoredGroup:
     """This rank's part of a parameter group, put together from the shards; on the CPU.
 
     Args:
-        fp32: master weights, ``[own elements]``.
         state: of the base optimizer for them: tensors ``[own elements]``, and values that are not partitioned.
-        options: of the group, such as the learning rate.
     """
 
-    fp32: Tensor
+    fp32: Tensor  # master weights, ``[own elements]``
     state: State = field(default_factory=dict)
-    options: State = field(default_factory=dict)
+    options: State = field(default_factory=dict)  # of the group, such as the learning rate
 
 
 def layout_to_save(names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup]) -> list[dict[str, list[Any]]]:

@@ -44,18 +44,12 @@ class _Place:
 
 @dataclass(frozen=True)
 class Saved:
-    """The files of a checkpoint, by the rank that saved them, and what they hold.
+    """The files of a checkpoint, by the rank that saved them, and what they hold."""
 
-    Args:
-        model_files: names of the files with buffers, frozen parameters and the state of training.
-        optimizer_files: names of the files with master weights and optimizer state.
-        shapes: of trained and of frozen parameters.
-    """
-
-    model_files: tuple[str, ...]
-    optimizer_files: tuple[str, ...]
+    model_files: tuple[str, ...]  # names of the files with buffers, frozen parameters and the state of training
+    optimizer_files: tuple[str, ...]  # names of the files with master weights and optimizer state
     places: Mapping[str, _Place]
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]  # of trained and of frozen parameters
 
     def moves(self, param: ZeroParameter) -> tuple[Move, ...]:
         """From which files, and where in their shards, this rank puts its shard of a parameter together."""

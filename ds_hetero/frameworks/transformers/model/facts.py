@@ -40,11 +40,7 @@ def read_model_facts(model: nn.Module) -> ModelFacts:
 
 
 def read_facts_of_whole_model(model: nn.Module) -> ModelFacts:
-    """Facts of any module, for replicas of one rank: a model that could be split is described as one that is.
-
-    Args:
-        model: any module.
-    """
+    """Facts of any module, for replicas of one rank: a model that could be split is described as one that is."""
     try:
         return read_model_facts(model)
     except ModelError:

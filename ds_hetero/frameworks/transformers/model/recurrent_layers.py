@@ -46,23 +46,14 @@ _STATES = ("initial_state", "initial_states")
 
 @dataclass(frozen=True, slots=True)
 class _ScanFunction:
-    """How models call a scan.
+    """How models call a scan."""
 
-    Args:
-        positional: names of the arguments that are given by place.
-        inputs: those that hold a value for every token, [B, s, N, ...].
-        parameters: those that hold a value for every head, [H].
-        output_like: the input of the output's shape.
-        returns_state: whether it returns the output and the last state, or the output alone.
-        reader: the input that reads the state, of a scan whose state only decays; else None.
-    """
-
-    positional: tuple[str, ...]
-    inputs: tuple[str, ...]
-    parameters: tuple[str, ...]
-    output_like: str
-    returns_state: bool
-    reader: str | None = None
+    positional: tuple[str, ...]  # names of the arguments that are given by place
+    inputs: tuple[str, ...]  # those that hold a value for every token, [B, s, N, ...]
+    parameters: tuple[str, ...]  # those that hold a value for every head, [H]
+    output_like: str  # the input of the output's shape
+    returns_state: bool  # whether it returns the output and the last state, or the output alone
+    reader: str | None = None  # the input that reads the state, of a scan whose state only decays; else None
 
 
 _DELTA_INPUTS = ("query", "key", "value", "g", "beta")

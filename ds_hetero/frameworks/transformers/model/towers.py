@@ -62,17 +62,11 @@ def makes_masks(front: nn.Module) -> bool:
 
 
 class Window(NamedTuple):
-    """The part of whole sequences that the self-check looks at.
+    """The part of whole sequences that the self-check looks at."""
 
-    Args:
-        rows: of the batch, from the first.
-        start: first position.
-        stop: behind the last one.
-    """
-
-    rows: int
-    start: int
-    stop: int
+    rows: int  # of the batch, from the first
+    start: int  # first position
+    stop: int  # behind the last one
 
 
 class DecoderDoor:
@@ -178,18 +172,12 @@ class DecoderDoor:
 
 
 class _Cutter(NamedTuple):
-    """Cut of whole sequences.
-
-    Args:
-        length: L.
-        places: positions, [s].
-        rows: of the batch, from the first.
-    """
+    """Cut of whole sequences."""
 
     model: str
-    length: int
-    places: Tensor
-    rows: int
+    length: int  # L
+    places: Tensor  # positions, [s]
+    rows: int  # of the batch, from the first
 
     def argument(self, name: str, value: Any) -> Any:
         """[B, L, ...], [axes, B, L] or [L] at the places; what has no sequence as it is."""

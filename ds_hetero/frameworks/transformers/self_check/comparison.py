@@ -35,15 +35,10 @@ Errors = dict[_Key, Tensor]
 
 @dataclass(frozen=True)
 class Held:
-    """Which tokens of the piece this rank holds.
+    """Which tokens of the piece this rank holds."""
 
-    Args:
-        intervals: of positions; empty for a rank without tokens.
-        real: [B, n], true where a token of the whole piece is no padding.
-    """
-
-    intervals: tuple[tuple[int, int], ...]
-    real: Tensor
+    intervals: tuple[tuple[int, int], ...]  # of positions; empty for a rank without tokens
+    real: Tensor  # [B, n], true where a token of the whole piece is no padding
 
     @property
     def own_real(self) -> Tensor:
@@ -53,20 +48,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one module is from the whole run on this rank, at its worst token.
+    """How far one module is from the whole run on this rank, at its worst token."""
 
-    Args:
-        kind: ``"output"``, ``"gradient"`` or ``"loss"``.
-        error: relative, of the worst token.
-        noise: what rounding accounts for.
-        ratio: error over what is allowed; a fault above 1.
-    """
-
-    kind: str
+    kind: str  # ``"output"``, ``"gradient"`` or ``"loss"``
     module: str
-    error: float
-    noise: float
-    ratio: float
+    error: float  # relative, of the worst token
+    noise: float  # what rounding accounts for
+    ratio: float  # error over what is allowed; a fault above 1
 
 
 def compare_runs(whole: RecordedRun, sharded: RecordedRun, held: Held) -> Errors:

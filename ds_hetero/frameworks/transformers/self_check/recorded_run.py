@@ -28,17 +28,11 @@ _MOST_TENSORS = 4  # of one output that are looked at: hidden states come first
 
 
 class ModuleOutput(NamedTuple):
-    """An output of a module.
+    """An output of a module."""
 
-    Args:
-        module: its name in the model.
-        call: number of the call, where a module is called several times.
-        position: of the tensor in what it returned.
-    """
-
-    module: str
-    call: int
-    position: int
+    module: str  # its name in the model
+    call: int  # number of the call, where a module is called several times
+    position: int  # of the tensor in what it returned
 
 
 @dataclass(frozen=True)

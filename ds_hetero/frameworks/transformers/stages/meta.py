@@ -34,15 +34,11 @@ _FOLDERS: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
 
 
 class _Place(NamedTuple):
-    """Where a parameter is in a model.
-
-    Args:
-        name: of the parameter in the whole model, the first one where it is tied.
-    """
+    """Where a parameter is in a model."""
 
     module: nn.Module
     attribute: str
-    name: str
+    name: str  # of the parameter in the whole model, the first one where it is tied
 
 
 def empty_model(folder: str | Path, **options: object) -> nn.Module:

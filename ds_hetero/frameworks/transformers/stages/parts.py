@@ -31,17 +31,11 @@ class Absent(nn.Module):
 
 
 class DecoderParts(NamedTuple):
-    """Names of a decoder's modules.
+    """Names of a decoder's modules."""
 
-    Args:
-        before: of those before the layers, which the first stage holds.
-        layers: of the list of layers.
-        after: of those after the layers, which the last stage holds.
-    """
-
-    before: tuple[str, ...]
-    layers: str
-    after: tuple[str, ...]
+    before: tuple[str, ...]  # of those before the layers, which the first stage holds
+    layers: str  # of the list of layers
+    after: tuple[str, ...]  # of those after the layers, which the last stage holds
 
 
 def parts_of(pretrained: PretrainedModel) -> DecoderParts:

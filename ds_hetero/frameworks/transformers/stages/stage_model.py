@@ -322,14 +322,10 @@ def _names_of_whole_model(model: nn.Module) -> Mapping[str, str]:
 
 
 class _Written(NamedTuple):
-    """Files that a stage has written.
-
-    Args:
-        sizes: bytes of every tensor in it, by name.
-    """
+    """Files that a stage has written."""
 
     file: str
-    sizes: dict[str, int]
+    sizes: dict[str, int]  # bytes of every tensor in it, by name
 
 
 def write_stages(held: Mapping[str, nn.Parameter | Tensor], stage: tuple[int, int] | None, folder: Path) -> None:
