@@ -9,14 +9,16 @@ import random
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ds_hetero.common.reading import MAX_SEQ_LEN, is_file, is_pipe, is_whole, read_file, shortened, whole_rule
 from ds_hetero.common.text import nearest
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS, LengthDistribution
+
+if TYPE_CHECKING:
+    from ds_hetero.planner.documents.for_lengths import LengthDistribution
 
 FILE = click.Path(path_type=Path)
 
@@ -129,6 +131,8 @@ def read_distribution(source: str) -> LengthDistribution:
     Raises:
         PlanError: neither a name nor a readable file.
     """
+    from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS, LengthDistribution
+
     if source in DISTRIBUTIONS and not is_file(source):
         return DISTRIBUTIONS[source]
     if not (is_file(source) or is_pipe(source)):
