@@ -1,10 +1,10 @@
 """Unequal batches against equal ones, on two ranks of emulated speeds 3:1: steps per second, losses of one process.
 
-    python -m benchmarks.unequal_batches [--quick] [--rounds 5] [--json]
+    python -m benchmarks.unequal_batches [--quick] [--rounds 3] [--json]
 
 A Trainer script and an own loop each train with equal batches [4, 4], with ``"batch": [6, 2]`` and with
-``"by_speed"``, by turns, in rounds. Speeds are emulated by sleeping: a rank waits 20 or 60 ms for every sample, a third
-of it in the forward, the rest in the backward, so that two ranks do not disturb each other on two cores. A step of
+``"by_speed"``, by turns, in rounds. Speeds are emulated by sleeping: a rank waits 50 or 150 ms for every sample, one
+third in the forward, the rest in the backward, so that two ranks do not disturb each other on two cores. A step of
 equal batches takes 4 samples of the slow rank, and the best one 2: no batches can be more than 2.0 times faster. The
 first steps, in which ``"by_speed"`` looks, are not counted. Losses of all steps are compared with those of plain torch.
 """
@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.measure import ranks, results
 
-S_PER_SAMPLE = (0.02, 0.06)  # by rank
+S_PER_SAMPLE = (0.05, 0.15)  # by rank
 SAMPLES, BOUND = 8, 2.0
 BATCHES: dict[str, Any] = {"equal": [4, 4], "[6, 2]": [6, 2], "by_speed": "by_speed"}
 SCRIPTS = ("Trainer", "own loop")
@@ -191,8 +191,8 @@ def main() -> None:
     """Measure, show, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--json", action="store_true", help="on stdout, in the place of the table")
     parser.add_argument("--out", type=Path, default=results.FOLDER / "unequal_batches.json")
     args = parser.parse_args()
