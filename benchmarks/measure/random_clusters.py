@@ -2,7 +2,8 @@
 
 Everything that makes planning hard is drawn: speeds over a factor of 15, memory that sometimes binds, nodes of several
 devices, links over a factor of 100 with some pairs of nodes connected better or worse than the network, heads
-that do not divide, grouped KV heads, lengths from where links decide to where compute does.
+that do not divide, grouped KV heads, lengths from where links decide to where compute does. Or cards of the catalogue
+are drawn, with the rates that were measured of them and the links that they come with.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.models.shapes import ModelSpec
 
-TOKEN_UNITS = {2: 24, 3: 24, 4: 24, 5: 12}  # into which the sequence is cut, by number of devices
-HEADS = {2: (4, 8), 3: (4, 8), 4: (4, 8), 5: (4, 6)}  # fewest and most
+TOKEN_UNITS = {2: 24, 3: 24, 4: 24, 5: 12, 6: 10, 7: 8, 8: 8}  # into which the sequence is cut, by number of devices
+HEADS = {2: (4, 8), 3: (4, 8), 4: (4, 8), 5: (4, 6), 6: (4, 6), 7: (4, 4), 8: (4, 4)}  # fewest and most
+CARDS = ("H100-SXM-80GB", "A100-SXM-80GB", "A100-SXM-40GB", "B200-SXM-180GB", "RTX-A6000", "RTX-4090", "RTX-3090")
+MAX_KINDS = 3  # of cards in a cluster: with more, eight ranks are too many for the exact solver
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,15 +40,17 @@ class Case:
         return make_cost_model(self.cost_model, self.cluster, self.model, self.workload)
 
 
-def random_cases(count: int, num_ranks: int, cost_model: str, seed: int = 0) -> Iterator[Case]:
+def random_cases(
+    count: int, num_ranks: int, cost_model: str, seed: int = 0, *, of_catalogue: bool = False
+) -> Iterator[Case]:
     """``count`` cases, always the same ones for the same arguments."""
     rng = random.Random(f"{seed} {num_ranks} {cost_model}")
     for _ in range(count):
-        yield random_case(rng, num_ranks, cost_model)
+        yield random_case(rng, num_ranks, cost_model, of_catalogue=of_catalogue)
 
 
-def random_case(rng: random.Random, num_ranks: int, cost_model: str) -> Case:
-    """Draw one case."""
+def random_case(rng: random.Random, num_ranks: int, cost_model: str, *, of_catalogue: bool = False) -> Case:
+    """Draw one case; of cards of the catalogue where asked, else of cards that do not exist."""
     num_heads = rng.randint(*HEADS[num_ranks])
     num_kv_heads = rng.choice([k for k in range(1, num_heads + 1) if num_heads % k == 0])
     if cost_model == "published":
@@ -63,7 +68,7 @@ def random_case(rng: random.Random, num_ranks: int, cost_model: str) -> Case:
     units = TOKEN_UNITS[num_ranks]
     token_unit = 2 ** rng.randint(9, 14)
     return Case(
-        cluster=cluster_from_dict(_cluster(rng, num_ranks)),
+        cluster=cluster_from_dict((_catalogue_cluster if of_catalogue else _cluster)(rng, num_ranks)),
         model=model,
         workload=Workload(seq_len=units * token_unit, causal=rng.random() < 0.7, zero_stage=rng.choice((1, 2, 3))),
         token_unit=token_unit,
@@ -71,10 +76,32 @@ def random_case(rng: random.Random, num_ranks: int, cost_model: str) -> Case:
     )
 
 
-def _cluster(rng: random.Random, num_ranks: int) -> dict[str, Any]:
-    sizes = []
+def _sizes(rng: random.Random, num_ranks: int) -> list[int]:
+    """Devices of every node."""
+    sizes: list[int] = []
     while sum(sizes) < num_ranks:
         sizes.append(rng.randint(1, num_ranks - sum(sizes)))
+    return sizes
+
+
+def _catalogue_cluster(rng: random.Random, num_ranks: int) -> dict[str, Any]:
+    """Nodes of one kind of card each, or of several behind PCIe, with one port or one for every card."""
+    cards = rng.sample(CARDS, rng.randint(1, min(MAX_KINDS, num_ranks)))
+    nodes = []
+    for i, size in enumerate(_sizes(rng, num_ranks)):
+        node: dict[str, Any] = {"name": f"node{i}", "device": rng.choice(cards), "count": size}
+        if rng.random() < 0.3:
+            devices = [rng.choice(cards) for _ in range(size)]
+            link = {"bandwidth_gb_per_s": rng.choice((8, 16, 32)), "latency_us": 5, "efficiency": 0.8}
+            node = {"name": f"node{i}", "devices": devices, "link": link}
+        nodes.append(node)
+    rate, nics = rng.choice((1.25, 3.125, 12.5, 25, 50)), rng.choice((1, 1, "per_rank"))
+    network = {"bandwidth_gb_per_s": rate, "latency_us": 10, "nics": nics, "efficiency": 0.8}
+    return {"nodes": nodes, "network": network}
+
+
+def _cluster(rng: random.Random, num_ranks: int) -> dict[str, Any]:
+    sizes = _sizes(rng, num_ranks)
     kinds = rng.randint(1, num_ranks)
     devices = {
         f"gpu{i}": {

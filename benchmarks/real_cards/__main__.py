@@ -2,7 +2,7 @@
 
 python -m benchmarks.real_cards                              errors by kind, card, kernel and length
 python -m benchmarks.real_cards --measurements FILE --json   the same of another file with these columns
-python -m benchmarks.real_cards --halves                     fit on one half of the points, test on the other
+python -m benchmarks.real_cards --halves                     fit on one part of the points, test on the others
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import csv
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.real_cards.compare import Comparison, compare, kernel_name, length_of
-from benchmarks.real_cards.fit import fit, half_of
-from benchmarks.real_cards.points import Row
+from benchmarks.real_cards.fit import PARTS, fit
+from benchmarks.real_cards.points import MEASUREMENTS, Row, read_rows
 
-MEASUREMENTS = Path(__file__).parent / "measurements.csv"
 TARGETS = {  # median, ninth decile; the second None where none is set
     "time": (0.06, 0.18),
     "memory": (0.08, None),
@@ -38,8 +37,8 @@ TARGETS = {  # median, ninth decile; the second None where none is set
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 if every target is met."""
     options = _parser().parse_args(arguments)
-    with options.measurements.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    with options.measurements.open(encoding="utf-8-sig", newline="") as file:
+        rows = read_rows(file)
     if options.halves:
         return _halves(rows, as_json=options.json)
     done, refused = compare(rows)
@@ -70,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--measurements", type=Path, default=MEASUREMENTS, help="a file with the same columns")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
     parser.add_argument("--rows", type=Path, help="write a line for every point here, as CSV")
-    parser.add_argument("--halves", action="store_true", help="fit on one half of the points, test on the other")
+    parser.add_argument("--halves", action="store_true", help="fit on one part of the points, test on the others")
     return parser
 
 
@@ -141,25 +140,32 @@ def _write_rows(done: Iterable[Comparison], path: Path) -> None:
 
 
 def _halves(rows: Sequence[Row], *, as_json: bool) -> int:
-    """Both ways: constants of each half, and the errors of steps of the other with these."""
+    """Constants of a part of the points, and errors of the others with these; 0 if halves meet the targets."""
     outcome: dict[str, Any] = {}
-    for number in (0, 1):
-        own = [row for row in rows if half_of(row) == number]
-        other = [row for row in rows if half_of(row) != number]
-        constants = fit(own)
-        outcome[f"fitted on half {number}"] = {
-            "constants": constants,
-            "own": _errors(compare(own, constants, ("time",))[0], lambda each: each.kind),
-            "other": _errors(compare(other, constants, ("time",))[0], lambda each: each.kind),
-        }
+    for name, is_own in PARTS.items():
+        constants = fit([row for row in rows if is_own(row)])
+        parts = {"own": [row for row in rows if is_own(row)], "other": [row for row in rows if not is_own(row)]}
+        outcome[name] = {"constants": constants}
+        for part, points in parts.items():
+            outcome[name][part] = _errors(compare(points, constants, TARGETS)[0], lambda each: each.kind)
+        is_half = name.endswith("half")
+        outcome[name]["missed"] = list(_missed(outcome[name]["other"])) if is_half else []
     if as_json:
         print(json.dumps(outcome))
-        return 0
-    for title, each in outcome.items():
-        Console().print(title, each["constants"])
-        for name in ("own", "other"):
-            Console().print(_table(f"{title}: {name} points", each[name]))
-    return 0
+    else:
+        _show_halves(outcome)
+    return 1 if any(each["missed"] for each in outcome.values()) else 0
+
+
+def _show_halves(outcome: Mapping[str, Any]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for name, each in outcome.items():
+        for part, title in (("own", f"Fitted to {name}: these points"), ("other", f"Fitted to {name}: the others")):
+            console.print(_table(title, each[part]))
+        for card, values in each["constants"].items():
+            console.print(f"{card}: {values}", highlight=False)
+        for failure in each["missed"]:
+            console.print(f"NOT MET: {failure}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.real_cards.host_memory import HOST_SHARE, host_bytes_of_nodes
 from benchmarks.real_cards.points import (
     CannotExpressError,
     Constants,
     Row,
     card_of,
     cluster_of,
-    host_gib,
     kernel_of,
     model_of,
     number,
@@ -93,23 +91,33 @@ def compare(
     refused: list[Refusal] = []
     wanted = None if kinds is None else set(kinds)
     for row in rows:
-        for kind, how in _kinds(row):
-            if wanted is not None and kind not in wanted:
-                continue
-            try:
-                values = how(row, constants)
-                ranged = card_of(row, constants).error if kind.startswith("time") else 0.0
-                done.append(Comparison(row, kind, *values, ranged))
-            except (CannotExpressError, HeteroError) as reason:
-                refused.append(Refusal(row, kind, str(reason).partition(". ")[0]))
-            except (ArithmeticError, LookupError, ValueError) as reason:  # a cell that no point can have
-                refused.append(Refusal(row, kind, f"cells that say nothing of a job: {reason}"))
+        kinds_of_row = list(_kinds(row))
+        if not kinds_of_row and wanted is None:
+            refused.append(Refusal(row, row["kind"] or "kind not stated", "nothing of this project to compare with"))
+        for kind, how in kinds_of_row:
+            if wanted is None or kind in wanted:
+                outcome = _compared(row, kind, how, constants)
+                (done if isinstance(outcome, Comparison) else refused).append(outcome)  # type: ignore[arg-type]
     return done, refused
+
+
+def _compared(row: Row, kind: str, how: Compare, constants: Constants | None) -> Comparison | Refusal:
+    """Compare one point; what cannot be read is refused with its reason, like what has no words."""
+    try:
+        predicted, measured = how(row, constants)
+        ranged = card_of(row, constants).error if kind.startswith("time") else 0.0
+    except (CannotExpressError, HeteroError) as reason:
+        return Refusal(row, kind, str(reason).partition(". ")[0])
+    except (ValueError, ArithmeticError, LookupError) as error:
+        return Refusal(row, kind, f"a cell cannot be read: {error}")
+    if not (np.isfinite(predicted) and np.isfinite(measured) and predicted > 0 and measured > 0):
+        return Refusal(row, kind, "nothing above zero is predicted or measured")
+    return Comparison(row, kind, predicted, measured, ranged)
 
 
 def _kinds(row: Row) -> Iterator[tuple[str, Compare]]:
     kind = row["kind"]
-    if kind in ("time", "time+memory") and row["tokens_per_s_per_gpu"]:
+    if kind in ("time", "time+memory") and (row["tokens_per_s_per_gpu"] or row["step_s"]):
         yield {"full": "time", "qlora": "time_qlora"}.get(row["peft"], "time_lora"), _time
     if row["memory_gib"]:
         yield "memory", _memory
@@ -154,6 +162,8 @@ def _time(row: Row, constants: Constants | None) -> tuple[float, float]:
     tokens = number(row, "seq_len") * number(row, "micro_batch") * number(row, "grad_accum")
     ranks = number(row, "sp") * number(row, "cp")
     _, _, prediction = _predicted(row, constants)
+    if not row["tokens_per_s_per_gpu"]:
+        return prediction.iteration_s, float(row["step_s"])
     return prediction.iteration_s, tokens / ranks / float(row["tokens_per_s_per_gpu"])
 
 
@@ -172,15 +182,7 @@ def _max_length(row: Row, constants: Constants | None) -> tuple[float, float]:
     refuse_unclear(row)
 
     def fits(tokens: int) -> bool:
-        cost, schedule, prediction = _predicted(row, constants, tokens)
-        host = host_gib(row)
-        if not prediction.feasible:
-            return False
-        return (
-            host is None
-            or max(host_bytes_of_nodes(cost.cluster, cost.model, cost.workload, cost.arrays(schedule)[1]))
-            <= HOST_SHARE * host * GIB
-        )
+        return _predicted(row, constants, tokens)[2].feasible
 
     step = 64 * number(row, "sp") * number(row, "cp")
     low, high = 0, step

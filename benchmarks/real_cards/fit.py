@@ -1,54 +1,85 @@
-"""Rates of cards fitted to one half of the sources' points and tested on the other.
+"""Rates of cards fitted to one part of the points, to be tested on the other.
 
-Fitted by card are the shares of the peak that products reach and of the memory's rate that elementwise work reaches,
-and a scale of kernels of attention that nobody runs today; all else is the catalogue's. Points that differ in number
-of cards alone stay together, so that halves are not copies of each other.
+By card: the share of the peak that products reach, of the memory's rate that elementwise work reaches, and the
+share of FlashAttention-2's rate that the kernels before it reach. By card and kernel: a scale of both passes of
+attention. For all: the allocator's share and the bytes of a logit. Shares start from values that no point is behind;
+the rest is the catalogue's.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from benchmarks.real_cards.compare import compare
-from benchmarks.real_cards.points import Constants, Row, card_of
+import numpy as np
+from scipy.optimize import least_squares
+
+from benchmarks.real_cards.compare import Comparison, compare
+from benchmarks.real_cards.points import ALL_CARDS, Constants, Row, family_of, kernel_of
 
 FEWEST = 6  # points of a card that is fitted
-ROUNDS = 2
-STEPS = (0.85, 0.93, 0.97, 1.0, 1.03, 1.07, 1.15)
-PULL = 0.02  # of the logarithm's square, towards the catalogue: products and memory trade off against each other
+NEUTRAL = {"matmul": 0.75, "memory": 0.75, "old": 0.5}  # what the catalogue assumes of cards without a measurement
+NEUTRAL_MEMORY = {"fragmentation": 0.05, "logit_bytes": 12.0}
+PULL = 0.1  # weight of the logarithm's distance to these: products and memory trade off against each other
+SOFT = 0.1  # errors well beyond this count linearly
+TABLE = "llm-foundry"  # the source with most steps
 
 
 def half_of(row: Row) -> int:
-    """0 or 1."""
+    """0 or 1; points that differ in the number of cards alone are in one half, so that halves are not copies."""
     key = "|".join(row[column] for column in ("source", "gpu", "model", "seq_len", "recompute", "peft"))
     return zlib.crc32(key.encode()) & 1
 
 
+PARTS: Mapping[str, Callable[[Row], bool]] = {
+    "one half": lambda row: half_of(row) == 0,
+    "the other half": lambda row: half_of(row) == 1,
+    "one source alone (llm-foundry)": lambda row: TABLE in row["source"],
+}
+"""Which points constants are fitted to, by name."""
+
+
 def fit(rows: Sequence[Row]) -> Constants:
-    """Constants by card that make the mean error of steps least, by one at a time."""
-    by_card: dict[str, list[Row]] = defaultdict(list)
-    for comparison in compare(rows, kinds=("time",))[0]:
-        by_card[comparison.row["gpu"]].append(comparison.row)
-    return {card: _fit_card(card, points) for card, points in by_card.items() if len(points) >= FEWEST}
+    """Constants that make the errors of these points least, by card and for `ALL_CARDS`.
+
+    Cards with fewer than `FEWEST` steps keep the catalogue's shares, which were not fitted to steps.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for card, points in _by(rows, "time", lambda row: family_of(row["gpu"])).items():
+        if len(points) >= FEWEST:
+            found[card] = _least(points, "time", card, NEUTRAL)
+    for (card, kernel), points in _by(rows, "attention", lambda row: (family_of(row["gpu"]), kernel_of(row))).items():
+        scale = _least(points, "attention", card, {f"{kernel} scale": 1.0}, pull=0.0)
+        found.setdefault(card, {}).update(scale)
+    memory = list(_by(rows, "memory", lambda row: 0).get(0, ()))
+    found[ALL_CARDS] = _least(memory, "memory", ALL_CARDS, NEUTRAL_MEMORY) if memory else dict(NEUTRAL_MEMORY)
+    return found
 
 
-def _fit_card(card: str, points: Sequence[Row]) -> Mapping[str, float]:
-    usual = card_of(points[0]).efficiency
-    start = {"matmul": usual.matmul, "memory": usual.memory, "old": 1.0}
-    own = dict(start)
+def _by(rows: Sequence[Row], kind: str, key: Callable[[Row], object]) -> dict:  # type: ignore[type-arg]
+    groups: dict[object, list[Row]] = defaultdict(list)
+    for each in compare(rows, kinds=(kind,))[0]:
+        groups[key(each.row)].append(each.row)
+    return groups
 
-    def loss(trial: Mapping[str, float]) -> float:
-        done, _ = compare(points, {card: trial}, ("time",))
-        pulled = sum(math.log(trial[name] / start[name]) ** 2 for name in ("matmul", "memory"))
-        return statistics.fmean(min(abs(math.log(1 + each.error)), 1.0) for each in done) + PULL * pulled
 
-    for number in range(ROUNDS):
-        for name in own:
-            steps = [step ** (0.5**number) for step in STEPS]
-            tried = [{**own, name: min(own[name] * step, 1.0 if name != "old" else 10.0)} for step in steps]
-            own = min(tried, key=loss)
-    return {name: round(value, 3) for name, value in own.items()}
+def _least(
+    points: Sequence[Row], kind: str, card: str, start: Mapping[str, float], pull: float = PULL
+) -> dict[str, float]:
+    """Values of the constants in ``start`` with the least errors, in logarithms, far ones counted linearly."""
+    names, first = list(start), np.log(list(start.values()))
+
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        trial = {name: float(value) for name, value in zip(names, np.exp(logs), strict=True)}
+        done: list[Comparison] = compare(points, {card: trial}, (kind,))[0]
+        return np.array([*np.log([1 + each.error for each in done]), *(pull * (logs - first))])
+
+    least, most = first - 1.5, first + 1.5
+    for i, name in enumerate(names):
+        if name in ("matmul", "memory"):
+            most[i] = 0.0  # of the peak
+    best = least_squares(
+        residuals, first, bounds=(least, most), loss="soft_l1", f_scale=SOFT, diff_step=0.01, max_nfev=15
+    )
+    return {name: round(float(value), 4) for name, value in zip(names, np.exp(best.x), strict=True)}

@@ -5,13 +5,14 @@ The columns are those of ``measurements.csv``; docs/real-cards.md explains them.
 
 from __future__ import annotations
 
+import csv
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
-from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, AttentionRate, usual_reserve, with_attention
+from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, Rates, usual_reserve, with_attention
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link, Node
 from ds_hetero.common.text import GB, GIB
 from ds_hetero.cost.workload import Buffers, Workload
@@ -21,15 +22,16 @@ Row = Mapping[str, str]
 Constants = Mapping[str, Mapping[str, float]]  # by card: shares that stand in for the catalogue's, see `fit`
 
 DEFAULT_NETWORK = 25.0  # GB/s, where a source does not state it
-# Kernels that nobody runs today, with which most long steps of llm-foundry's table were measured: fitted to that table.
-OLD_KERNELS = {
-    ("A100-SXM-80GB", "old"): AttentionRate(0.385, 0.29, 1.0, "fitted to llm-foundry's table"),
-    ("A100-SXM-40GB", "old"): AttentionRate(0.38, 0.285, 1.0, "fitted to llm-foundry's table"),
-    ("H100-SXM-80GB", "old"): AttentionRate(0.235, 0.172, 1.0, "fitted to llm-foundry's table"),
-}
+ALL_CARDS = "*"  # whose constants hold for all cards
+OLD_SHARE = 0.5
+"""Rate of kernels before FlashAttention-2, with which most long steps of llm-foundry's table were measured,
+as a share of its: FlashAttention-2 (arXiv:2307.08691) is about twice as fast."""
+
 _KERNELS = {
     "flash-attn 3": "flash_attn_3",
-    "cuDNN": "cudnn",
+    "flash-attn 4": "flash_attn_4",
+    "triton": "triton",
+    "cudnn": "cudnn",
     "before flash-attn 2": "old",
     "flash-attn 1": "old",
     "flash-attn, version not stated": "old",
@@ -44,6 +46,19 @@ class CannotExpressError(Exception):
     """A property of a point that this project has no words for."""
 
 
+MEASUREMENTS = Path(__file__).parent / "measurements.csv"
+COLUMNS = tuple(MEASUREMENTS.read_text(encoding="utf-8").partition("\n")[0].split(","))
+
+
+def read_rows(lines: Iterable[str]) -> list[Row]:
+    """Rows of a table of measurements; columns that it lacks and empty cells are "not stated"."""
+    empty = dict.fromkeys(COLUMNS, "") | {"peft": "full", "optimizer": "AdamW"}
+    return [
+        empty | {name: value.strip() for name, value in row.items() if isinstance(value, str) and value.strip()}
+        for row in csv.DictReader(lines)
+    ]
+
+
 def number(row: Row, column: str, default: int = 1) -> int:
     """Read a whole number; ``default`` where it is not stated."""
     return int(float(row[column])) if row[column] else default
@@ -51,7 +66,22 @@ def number(row: Row, column: str, default: int = 1) -> int:
 
 def kernel_of(row: Row) -> str:
     """Name of the kernel of attention, as `ds_hetero.cluster.catalogue` has it; FlashAttention-2 is usual."""
-    return _KERNELS.get(row["attention"], "flash_attn_2")
+    return _KERNELS.get(row["attention"].lower(), "flash_attn_2")
+
+
+def base_of(gpu: str) -> str:
+    """Card of the catalogue whose rates a card has."""
+    return _VARIANTS.get(gpu, (gpu,))[0]
+
+
+def family_of(gpu: str) -> str:
+    """First card of the catalogue that reaches the same shares of its peaks: what is fitted holds for all of these."""
+    base = base_of(gpu)
+    if base not in CATALOGUE:
+        return base
+    entry = CATALOGUE[base]
+    shares = (entry.device.efficiency, entry.attention)
+    return next(name for name, other in CATALOGUE.items() if (other.device.efficiency, other.attention) == shares)
 
 
 def card_of(row: Row, constants: Constants | None = None, kernel: str | None = None) -> DeviceSpec:
@@ -77,26 +107,29 @@ def card_of(row: Row, constants: Constants | None = None, kernel: str | None = N
         memory_bytes = int(gib * GIB)
         card = replace(card, memory_bytes=memory_bytes, reserved_bytes=usual_reserve(memory_bytes))
     card = card if rate is None else replace(card, memory_bytes_per_s=rate)
-    own = (constants or {}).get(base, {})
-    old = OLD_KERNELS.get((base, kernel))
-    if old is not None:
-        scale = own.get("old", 1.0)
-        old = old._replace(forward=old.forward * scale, backward=old.backward * scale)
-        card = with_attention(card, kernel, {kernel: old})
-    elif kernel in entry.attention:
-        card = with_attention(card, kernel, entry.attention)
-    else:
-        card = with_attention(
-            card, "flash_attn_2" if "flash_attn_2" in entry.attention else next(iter(entry.attention)), entry.attention
-        )
+    own = (constants or {}).get(family_of(gpu), {}) if constants else {}
+    card = _with_kernel(card, kernel, entry.attention, own)
     shares = {name: own[name] for name in ("matmul", "memory") if name in own}
+    of_all = (constants or {}).get(ALL_CARDS, {})
+    card = replace(card, fragmentation=of_all.get("fragmentation", card.fragmentation))
     return replace(card, efficiency=replace(card.efficiency, **shares)) if shares else card
+
+
+def _with_kernel(card: DeviceSpec, kernel: str, rates: Rates, own: Mapping[str, float]) -> DeviceSpec:
+    """The card with the rates of a kernel: of the catalogue's first one where it has none of this kernel."""
+    if not rates:
+        return card
+    usual = "flash_attn_2" if "flash_attn_2" in rates else next(iter(rates))
+    rate = rates.get(kernel, rates[usual])
+    scale = own.get("old", OLD_SHARE) if kernel == "old" else own.get(f"{kernel} scale", 1.0)
+    rate = rate._replace(forward=rate.forward * scale, backward=rate.backward * scale)
+    return with_attention(card, kernel, {kernel: rate})
 
 
 def cluster_of(row: Row, count: int, constants: Constants | None = None) -> Cluster:
     """``count`` cards of a row, in nodes as large as the row's."""
     card = card_of(row, constants)
-    entry = CATALOGUE.get(_VARIANTS.get(row["gpu"], (row["gpu"],))[0])
+    entry = CATALOGUE.get(base_of(row["gpu"]))
     inner = 16 * GB if entry is None else entry.link_bytes_per_s
     if "PCIe" in row["link"] and (entry is None or "PCIe" not in entry.link_name):
         inner = 32 * GB
@@ -106,7 +139,10 @@ def cluster_of(row: Row, count: int, constants: Constants | None = None) -> Clus
     size = max(1, min(number(row, "gpus_per_node", 8), count))
     sizes = [min(size, count - i * size) for i in range(math.ceil(count / size))]
     nodes = (
-        Node(name=f"n{i}", devices=(card,) * cards, link=_link("inside", inner, 5e-6)) for i, cards in enumerate(sizes)
+        Node(
+            name=f"n{i}", devices=(card,) * cards, link=_link("inside", inner, 5e-6), host_memory_bytes=_host_bytes(row)
+        )
+        for i, cards in enumerate(sizes)
     )
     return Cluster(nodes=tuple(nodes), network=_link("network", network, 10e-6))
 
@@ -124,14 +160,13 @@ def model_of(row: Row) -> ModelSpec:
     """
     if not all(row[column] for column in ("layers", "hidden", "heads", "mlp", "vocab")):
         raise CannotExpressError("the model's shape is not stated")
-    heads = number(row, "heads")
     return ModelSpec(
         name=row["model"],
         num_layers=number(row, "layers"),
         hidden_size=number(row, "hidden"),
-        num_heads=heads,
-        num_kv_heads=number(row, "kv_heads", heads),
-        head_dim=number(row, "head_dim", number(row, "hidden") // heads),
+        num_heads=number(row, "heads"),
+        num_kv_heads=number(row, "kv_heads", number(row, "heads")),
+        head_dim=number(row, "head_dim", number(row, "hidden") // number(row, "heads")),
         mlp_size=number(row, "mlp"),
         vocab_size=number(row, "vocab"),
         gated_mlp=row["gated"] == "1",
@@ -176,7 +211,7 @@ def workload_of(row: Row, model: ModelSpec, constants: Constants | None = None) 
         offload_activations="activations" in row["offload"],
         offload_optimizer="optimizer" in row["offload"],
         offload_parameters="parameters" in row["offload"],
-        logit_bytes=_logit_bytes(row),
+        logit_bytes=_logit_bytes(row) or (constants or {}).get(ALL_CARDS, {}).get("logit_bytes"),
         adapter_rank=_rank(row) if row["peft"] != "full" else 0,
         trains_embedding=row["peft"] == "lora+emb",
         quantization=("gptq" if row["source"].startswith("QwenLM") else "nf4") if is_quantized else None,
@@ -234,11 +269,6 @@ def _bytes_per_parameter(row: Row) -> tuple[float, float]:
     return gradient, optimizer
 
 
-def host_gib(row: Row) -> float | None:
-    """Memory of a node's host in GiB where a source states it: ALST's nodes of 8 H100 have 1.9 TB."""
-    return 1.9e12 / GIB if row["source"].startswith("snowflakedb") else None
-
-
-def as_text(value: Any) -> str:
-    """A cell of a table."""
-    return "-" if value is None else f"{value:.1%}" if isinstance(value, float) else str(value)
+def _host_bytes(row: Row) -> float | None:
+    """Memory of a node's host where a source states it: ALST's nodes of 8 H100 have 1.9 TB."""
+    return 1.9e12 if row["source"].startswith("snowflakedb") else None

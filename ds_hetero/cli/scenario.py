@@ -15,7 +15,7 @@ from ds_hetero.cli.options import FILE, TOKENS
 from ds_hetero.cli.printing import check_out
 from ds_hetero.cluster.catalogue import with_kernel
 from ds_hetero.cluster.files import load_cluster
-from ds_hetero.cluster.notation import device_remarks, read_notation, read_prices, with_prices
+from ds_hetero.cluster.notation import device_remarks, read_notation, read_prices, with_host_memory, with_prices
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict, is_file, is_pipe, read_file, shortened
 from ds_hetero.cost import CalibratedCostModel, make_cost_model
@@ -45,6 +45,7 @@ _CLUSTER = (
     click.option("--gpus", help='Instead of --cluster: "5090,3090x2", or "8xH100 | 8xA100" for two nodes.'),
     click.option("--network", help="Port of a node of --gpus to the others: 25 for GB/s one way, or 200Gbit/s."),
     click.option("--nics", type=int, help="Such ports of a node, which its cards share; left out, 1."),
+    click.option("--host-memory", type=float, help="Memory of each machine itself, GiB, where offloads go."),
     click.option("--price", help="Money for one hour of a card, by card: 5090=0.5,3090=0.2."),
     click.option("--save-cluster", type=FILE, help="Write the cluster of --gpus here, .yaml or .json."),
 )
@@ -145,7 +146,7 @@ class Scenario(PlanScenario):
         return replace(self, workload=replace(self.workload, **changes))
 
 
-_OF_CLUSTERS = ("cluster", "gpus", "network", "nics", "price", "save_cluster", "attention")
+_OF_CLUSTERS = ("cluster", "gpus", "network", "nics", "host_memory", "price", "save_cluster")
 
 
 def scenario_options(
@@ -196,11 +197,12 @@ def _take_scenario(arguments: JsonDict) -> Scenario:
     def taken(*names: str) -> JsonDict:
         return {name: arguments.pop(name) for name in names if name in arguments}
 
+    attention = arguments.pop("attention", None)
     trained = _trained(**taken("train", "optimizer", "gradient_dtype"))
     if arguments.get("selective_checkpointing"):
         arguments["activation_checkpointing"] = False
     return Scenario(
-        clusters=_read_clusters(**taken(*_OF_CLUSTERS)),
+        clusters=tuple(with_kernel(cluster, attention) for cluster in _read_clusters(**taken(*_OF_CLUSTERS))),
         workload=Workload(**taken(*(field.name for field in fields(Workload))), **trained),
         model=load_model(arguments.pop("model")),
         cost_model=arguments.pop("cost_model", "calibrated"),
@@ -223,9 +225,9 @@ def _read_clusters(
     gpus: str | None = None,
     network: str | None = None,
     nics: int | None = None,
+    host_memory: float | None = None,
     price: str | None = None,
     save_cluster: Path | None = None,
-    attention: str | None = None,
 ) -> tuple[Cluster, ...]:
     """Load the clusters that the options name; what was decided for the user, and what cannot train, goes to stderr.
 
@@ -234,9 +236,9 @@ def _read_clusters(
         gpus: line of cards, see `ds_hetero.cluster.notation`.
         network: port of a node to the others.
         nics: such ports of a node.
+        host_memory: of every machine, GiB; None where the clusters say it, or nobody does.
         price: line of prices, see `ds_hetero.cluster.notation`.
         save_cluster: cluster file to write.
-        attention: kernel whose rates of the catalogue count; None for what each device has.
 
     Raises:
         ClusterError: a cluster is none.
@@ -249,9 +251,12 @@ def _read_clusters(
             raise click.UsageError("--network, --nics and --save-cluster belong to --gpus.")
         clusters = [load_cluster(name) for name in ((cluster,) if isinstance(cluster, str) else cluster or ())]
         _say(device_remarks([device for loaded in clusters for device in loaded.devices]))
+        clusters = [with_host_memory(each, host_memory) for each in clusters]
         priced = (c if price is None else with_prices(c, read_prices(price, c)) for c in clusters)
-        return tuple(with_kernel(c, attention) for c in priced)
+        return tuple(priced)
     notation = read_notation(gpus, network, nics)
+    for entry in notation.content["nodes"] if host_memory is not None else ():
+        entry["host_memory_gib"] = host_memory
     loaded = load_cluster(notation.content)
     if price is not None:
         prices = read_prices(price, loaded)
@@ -264,7 +269,7 @@ def _read_clusters(
         check_out(save_cluster, "--save-cluster")
         write_cluster(notation.content, save_cluster)
     _say((*notation.remarks, *device_remarks(loaded.devices)))
-    return (with_kernel(loaded, attention),)
+    return (loaded,)
 
 
 def _say(remarks: Sequence[str]) -> None:

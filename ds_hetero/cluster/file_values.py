@@ -128,6 +128,8 @@ def cluster_to_dict(cluster: Cluster) -> JsonDict:
             entry["link"]["total_gb_per_s"] = node.switch_bytes_per_s / GB
         ports = node.nic_bytes_per_s
         entry["nics"] = "per_rank" if ports is None else {"count": 1, "bandwidth_gb_per_s": ports / GB}
+        if node.host_memory_bytes is not None:
+            entry["host_memory_gib"] = node.host_memory_bytes / GIB
         out["nodes"].append(entry)
     out["network"] = _link_to_dict(cluster.network)
     out["links"] = [

@@ -297,7 +297,7 @@ def _nodes(index: int, data: Any, catalogue: Mapping[str, DeviceSpec], room: int
         where,
         data,
         required={"name"},
-        allowed={"name", "device", "count", "devices", "link", "nics", "repeat"},
+        allowed={"name", "device", "count", "devices", "link", "nics", "repeat", "host_memory_gib"},
     )
     name = data["name"]
     if not isinstance(name, str) or not name or len(name) > MAX_NAME or not name.isprintable():
@@ -325,8 +325,10 @@ def _nodes(index: int, data: Any, catalogue: Mapping[str, DeviceSpec], room: int
         )
         one_nic = number(f"{where}.nics.bandwidth_gb_per_s", data["nics"]["bandwidth_gb_per_s"]) * GB
         nic = whole_number(f"{where}.nics.count", data["nics"].get("count", 1)) * one_nic
+    host = number(f"{where}.host_memory_gib", data["host_memory_gib"]) * GIB if "host_memory_gib" in data else None
     copies = [name] if repeat == 1 else [f"{name}-{i}" for i in range(repeat)]
-    make = partial(Node, devices=devices, link=inside, nic_bytes_per_s=nic, switch_bytes_per_s=switch, group=name)
+    shared: JsonDict = {"nic_bytes_per_s": nic, "switch_bytes_per_s": switch, "host_memory_bytes": host}
+    make = partial(Node, devices=devices, link=inside, group=name, **shared)
     return [make(name=copy) for copy in copies], ports
 
 

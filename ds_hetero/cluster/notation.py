@@ -32,7 +32,7 @@ from ds_hetero.cluster.file_values import DEVICE_KEYS, number, whole_number
 from ds_hetero.cluster.names import Named, card_named
 from ds_hetero.cluster.topology import Cluster, DeviceSpec
 from ds_hetero.common.reading import MAX_RANKS, JsonDict, shortened
-from ds_hetero.common.text import GB, TERA, listed
+from ds_hetero.common.text import GB, GIB, TERA, listed
 from ds_hetero.errors import ClusterError
 
 NETWORK_LATENCY_US = 10.0
@@ -226,8 +226,9 @@ def _pcie(cards: _Cards) -> float:
 def _remarks(every: Iterable[_Cards]) -> Iterable[str]:
     for cards in every:
         entry, name = CATALOGUE[cards.named.name], cards.named.name
-        if cards.named.others:
-            yield f"taken for {name}, not for {' or '.join(cards.named.others)}; say which one if it is another"
+        others = [other for other in cards.named.others if not CATALOGUE[other].device.source.startswith(NO_DATASHEET)]
+        if others:  # a card that its maker does not sell is meant by nobody who does not say so
+            yield f"taken for {name}, not for {' or '.join(others)}; say which one if it is another"
         if entry.ranks > 1:
             yield f"a card {name} is {entry.ranks} devices, and so {entry.ranks} ranks"
 
@@ -277,3 +278,15 @@ def with_prices(cluster: Cluster, prices: dict[str, float]) -> Cluster:
 
     nodes = tuple(replace(node, devices=tuple(map(priced, node.devices))) for node in cluster.nodes)
     return replace(cluster, nodes=nodes)
+
+
+def with_host_memory(cluster: Cluster, gib: float | None) -> Cluster:
+    """Return the cluster with this memory in every machine, for offloads; None leaves it as it is.
+
+    Raises:
+        ClusterError: it is not above zero.
+    """
+    if gib is None:
+        return cluster
+    has = number("--host-memory", gib) * GIB
+    return replace(cluster, nodes=tuple(replace(node, host_memory_bytes=has) for node in cluster.nodes))

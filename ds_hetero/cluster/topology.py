@@ -122,6 +122,7 @@ class Node:
             rank has a port of its own that runs at the network link's rate.
         switch_bytes_per_s: what all ranks together can move inside the node, such as a PCIe root; None when pairs do
             not disturb each other (NVSwitch).
+        host_memory_bytes: memory of the machine itself, where offloads go; None where nobody says it.
         group: name of the entry in the cluster file, the same for all copies made by ``repeat``.
     """
 
@@ -130,6 +131,7 @@ class Node:
     link: Link
     nic_bytes_per_s: float | None = None
     switch_bytes_per_s: float | None = None
+    host_memory_bytes: float | None = None
     group: str = ""
 
 

@@ -22,7 +22,14 @@ from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import GIB
 from ds_hetero.cost.terms.grouping import Grouping
-from ds_hetero.cost.terms.memory import MemoryParts, Moments, peak_bytes, peak_parts
+from ds_hetero.cost.terms.memory import (
+    HOST_SHARE,
+    MemoryParts,
+    Moments,
+    host_bytes_of_nodes,
+    peak_bytes,
+    peak_parts,
+)
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
@@ -97,6 +104,7 @@ class Prediction:
     parts_s: dict[str, float]
     error: float = 0.0
     confidence: str = ""  # whose rates of attention are meant, and of which cards there is no measurement
+    host_bytes: tuple[int, ...] = ()  # what offloads put into the memory of every machine
 
     @property
     def range_s(self) -> tuple[float, float]:
@@ -261,7 +269,8 @@ class CostModel(ABC):
         iteration_s = per_micro_batch * work.micro_batches + once_s(outside)
         parts = self.memory_parts(*flat)
         memory_D = parts.total
-        reason = self._too_much(memory_D, parts)
+        host_N = self.host_bytes_N(flat[1])
+        reason = self._too_much(memory_D, parts) or self._too_much_on_host(host_N)
         return Prediction(
             cost_model=self.name,
             block_s=terms.block_s,
@@ -275,9 +284,28 @@ class CostModel(ABC):
             bound_s=self.bound_s,
             error=max(device.error for device in self.cluster.devices),
             confidence=confidence(self.cluster.devices),
+            host_bytes=tuple(int(x) for x in np.ceil(host_N)),
             busy_s=tuple(self.busy_s(*flat).tolist()),
             parts_s={"blocks_s": terms.block_s * self.model.num_layers * work.micro_batches, **outside},
         )
+
+    def host_bytes_N(self, tokens_D: Floats) -> Floats:
+        """Bytes that offloads put into the memory of every machine, ``[N]``; see `host_bytes_of_nodes`."""
+        return host_bytes_of_nodes(self.cluster, self.model, self.workload, tokens_D)
+
+    def host_has_room(self, tokens_D: Floats) -> bool:
+        """Whether offloads leave every machine whose memory is known what its system needs."""
+        return self._too_much_on_host(self.host_bytes_N(tokens_D)) is None
+
+    def _too_much_on_host(self, host_N: Floats) -> str | None:
+        for node, need in zip(self.cluster.nodes, host_N.tolist(), strict=True):
+            has = node.host_memory_bytes
+            if has is not None and need > HOST_SHARE * has:
+                return (
+                    f"offloads put {need / GIB:.1f} GiB into the memory of {node.name}, of whose {has / GIB:.1f} GiB "
+                    f"{HOST_SHARE:.0%} are free for them"
+                )
+        return None
 
     def _too_much(self, memory_D: Floats, parts: MemoryParts) -> str | None:
         excess_D = memory_D - self.capacity_bytes_D

@@ -25,6 +25,7 @@ from ds_hetero.cluster.topology import Node
 from ds_hetero.common.reading import MAX_SEQ_LEN, JsonDict, is_whole, read_file, shortened
 from ds_hetero.common.text import GB
 from ds_hetero.cost import CostModel, Workload, make_cost_model
+from ds_hetero.cost.terms.memory import HOST_SHARE
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.models import model_from_config
@@ -267,6 +268,7 @@ def assumptions(scenario: PlanScenario) -> list[str]:
         *(["GeForce cards exchange through the host's memory"] if any(map(_through_host, nodes)) else []),
         f"ZeRO stage {work.zero_stage}, {8 * work.element_bytes}-bit parameters, {states}",
         *(work.memory_savers or ["no activation checkpointing"]),
+        *_hosts(nodes, work),
         *([] if work.tiled_logits else ["the whole loss at once"]),
     ]
 
@@ -282,6 +284,15 @@ def _ports(nodes: Sequence[Node]) -> list[str]:
     words = [f"cards of a node share {' or '.join(rates)} GB/s of network (--nics, nics)"] if rates else []
     alone = any(node.nic_bytes_per_s is None and len(node.devices) > 1 for node in nodes)
     return [*words, *(["a network port for every card"] if alone else [])]
+
+
+def _hosts(nodes: Sequence[Node], work: Workload) -> list[str]:
+    """Say of machines that offloads fill what is known of their memory."""
+    if not (work.offload_activations or work.offload_optimizer or work.offload_parameters):
+        return []
+    if any(node.host_memory_bytes is None for node in nodes):
+        return ["machines have the memory that offloads need (--host-memory, host_memory_gib)"]
+    return [f"offloads may take {HOST_SHARE:.0%} of a machine's memory"]
 
 
 def _through_host(node: Node) -> bool:

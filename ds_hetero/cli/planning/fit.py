@@ -199,10 +199,20 @@ def _print_verdict(scenario: Scenario, fitted: Fitted, longest: int, trained: fl
         f"predicted:  {time_text(prediction.iteration_s)} per iteration, {prediction.tokens_per_s:,.0f} tokens/s"
         f"{'' if fitted.fits else ', if it fitted'}",
         f"longest:    {_longest_text(longest)}",
+        *_host_lines(fitted),
         *(_price(fitted).lines(trained) if fitted.fits else ()),
         assumed_line(scenario),
     ]
     print("\n".join(lines))
+
+
+def _host_lines(fitted: Fitted) -> list[str]:
+    """Bytes that offloads put into the memory of the fullest machine, as a line; none without offloads."""
+    need, node = max(
+        zip(fitted.prediction.host_bytes, fitted.cost.cluster.nodes, strict=True), key=lambda each: each[0]
+    )
+    has = "" if node.host_memory_bytes is None else f" of {bytes_text(node.host_memory_bytes)}"
+    return [f"host:       offloads take {bytes_text(need)}{has} GiB of the memory of {node.name}"] if need else []
 
 
 def _print_outlooks(outlooks: Sequence[_Outlook], advice: Sequence[Advice]) -> None:
@@ -254,6 +264,8 @@ def _advice_row(advice: Advice) -> tuple[str, ...]:
     if advice.after is None:
         return advice.name, "no", "-", str(advice.why_not)
     lacks = "" if advice.fits else f"{bytes_text(advice.missing_bytes)} GiB too much"
+    if not advice.fits and advice.missing_bytes <= 0:  # the cards hold it, a machine does not
+        lacks = str(advice.after.fitted.prediction.reason)
     return advice.name, "yes" if advice.fits else "no", time_text(advice.after.iteration_s), lacks
 
 

@@ -163,13 +163,15 @@ def _fastest(cost: CostModel) -> ScheduleCandidate | None:
 
 
 def _with_memory(cost: CostModel, factor: float) -> CostModel:
-    """The same cost model for cards with ``factor`` times as much memory for tensors."""
+    """The same cost model for cards with ``factor`` times as much memory for tensors, in machines without limit."""
 
     def larger(device: DeviceSpec) -> DeviceSpec:
         left = factor * (device.memory_bytes - device.reserved_bytes)
         return replace(device, memory_bytes=device.reserved_bytes + int(left))
 
-    nodes = (replace(node, devices=tuple(map(larger, node.devices))) for node in cost.cluster.nodes)
+    nodes = (
+        replace(node, devices=tuple(map(larger, node.devices)), host_memory_bytes=None) for node in cost.cluster.nodes
+    )
     cluster = replace(cost.cluster, nodes=tuple(nodes))
     return make_cost_model(cost.name, cluster, cost.model, cost.workload)
 

@@ -101,7 +101,8 @@ def longest_of_assignment(cost: CostModel) -> int:
 
 def fits_somehow(cost: CostModel) -> bool:
     """Whether one of three simple groupings fits, with the tokens that its ranks have room for."""
-    return any(fit_memory(cost, *simple) is not None for simple in _simple(cost))
+    fitted = (fit_memory(cost, *simple) for simple in _simple(cost))
+    return any(tokens_D is not None and cost.host_has_room(tokens_D) for tokens_D in fitted)
 
 
 def _simple(cost: CostModel) -> Iterator[tuple[Grouping, Floats, Ints]]:

@@ -267,3 +267,8 @@ def test_the_objective_energy_knows_the_watts_of_new_cards_and_cost_asks_for_pri
     capsys.readouterr()
     assert _code([*job, "cost"]) == 2
     assert "price_per_hour" in capsys.readouterr().err
+
+
+def test_a_card_that_its_maker_does_not_sell_is_taken_only_by_its_name():
+    assert read_notation("4090").remarks == ()
+    assert read_notation("4090 48GB").content["nodes"][0]["device"] == "RTX-4090-48GB"

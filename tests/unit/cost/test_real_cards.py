@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
+from random import Random
 
 import pytest
 
-from benchmarks.real_cards.__main__ import MEASUREMENTS, main
+from benchmarks.real_cards.__main__ import main
+from benchmarks.real_cards.compare import compare
+from benchmarks.real_cards.fit import PARTS, fit
+from benchmarks.real_cards.points import COLUMNS, MEASUREMENTS, read_rows
 from ds_hetero.cluster.catalogue import CATALOGUE, UNMEASURED_ERROR, confidence, with_attention
+from ds_hetero.cluster.file_values import cluster_to_dict
 from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.errors import ClusterError, PlanError
 from ds_hetero.models import load_model
 from ds_hetero.models.configs import Training, adapter_parameters, adapter_widths, read_training
+from ds_hetero.planner.memory import longest_sequence
 from ds_hetero.values.baselines import ulysses
 
 LLAMA = load_model("llama-3.1-8b")
@@ -51,6 +57,30 @@ def test_another_file_of_the_same_columns_is_judged(tmp_path, capsys):
     assert errors["attention"]["points"] == 3 and set(errors["attention"]) == {"points", "median", "p90", "bias"}
 
 
+def test_a_file_that_is_torn_anywhere_is_judged_where_it_can_be_and_the_rest_is_counted():
+    """Unknown cards, kernels and kinds, empty and unreadable cells, columns that lack: nothing ends the command."""
+    with MEASUREMENTS.open(encoding="utf-8", newline="") as file:
+        rows = read_rows(file)
+    random, torn = Random(7), []
+    for row in random.sample(rows, 60):
+        columns = random.sample(COLUMNS, 3)
+        torn.append(row | {column: random.choice(("", "-", "0", "-1", "1e30", "nan", "x" * 50)) for column in columns})
+    done, refused = compare(torn)
+    assert len({each.row["id"] for each in done} | {each.row["id"] for each in refused}) == len({r["id"] for r in torn})
+    assert all(each.predicted > 0 and each.measured > 0 for each in done) and all(each.reason for each in refused)
+    assert read_rows(["id,kind,gpu", "1,time,RTX-9999", "2", ""])[0]["peft"] == "full"
+    assert compare(read_rows(["id,kind,gpu", "1,attention,RTX-9999", "2"]))[0] == []
+
+
+def test_constants_of_half_of_the_attention_points_hold_for_the_other_half():
+    with MEASUREMENTS.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in read_rows(file) if row["kind"] == "attention"]
+    halves = ([row for row in rows if PARTS[name](row)] for name in ("one half", "the other half"))
+    own, other = halves
+    errors = sorted(abs(each.error) for each in compare(other, fit(own))[0])
+    assert errors[len(errors) // 2] < 0.06
+
+
 def test_hopper_is_planned_with_the_kernel_that_an_installation_has_not_with_its_fastest():
     entry = CATALOGUE["H100-SXM-80GB"]
     assert entry.device.attention_kernel == "flash_attn_2"
@@ -76,6 +106,9 @@ def test_a_card_without_measurements_says_so_and_has_a_wider_range():
     known, unknown = CATALOGUE["A100-SXM-80GB"].device, CATALOGUE["RTX-4070"].device
     assert unknown.error == UNMEASURED_ERROR > 2 * known.error
     assert "no measurement of this card: RTX-4070" in confidence([known, unknown])
+    few = CATALOGUE["RTX-3090"].device
+    assert known.error < few.error < unknown.error
+    assert confidence([few]).endswith("few measurements of this card: RTX-3090 (10 steps)")
     found = one()
     least, most = found.range_s
     assert least < found.iteration_s < most and most / found.iteration_s == pytest.approx(1 + known.error)
@@ -92,6 +125,28 @@ def test_a_card_of_three_numbers_keeps_a_reserve():
 def test_offloading_the_optimizer_takes_time_in_every_prediction():
     onto_host = one(zero_stage=1, offload_optimizer=True)
     assert onto_host.iteration_s > one(zero_stage=1).iteration_s + LLAMA.num_parameters * 28 / 20e9
+
+
+def test_offloads_end_where_the_memory_of_the_machine_does():
+    """8.03e9 parameters at 12 bytes of state and 2 of gradients are 104.7 GiB; 68 % of 160 GiB are 108.8."""
+    nodes = [{"name": "n", "device": "A100-SXM-80GB", "count": 4}]
+
+    def on_host(**node):
+        cluster = cluster_from_dict({"nodes": [{**nodes[0], **node}]})
+        work = Workload(seq_len=4096, offload_optimizer=True)
+        return make_cost_model("calibrated", cluster, LLAMA, work)
+
+    schedule = ulysses(4, LLAMA.num_heads, LLAMA.num_kv_heads)
+    unknown, enough, few = (on_host(**node).predict(schedule) for node in ({}, gib(160), gib(150)))
+    assert unknown.host_bytes == (pytest.approx(14 * LLAMA.num_parameters, rel=1e-6),)
+    assert unknown.feasible and enough.feasible and not few.feasible
+    assert "of whose 150.0 GiB 68% are free" in few.reason
+    assert longest_sequence(on_host(**gib(160))) > 4096 and longest_sequence(on_host(**gib(150))) == 0
+    assert cluster_from_dict(cluster_to_dict(on_host(**gib(150)).cluster)).nodes[0].host_memory_bytes == 150 * 2**30
+
+
+def gib(memory):
+    return {"host_memory_gib": memory}
 
 
 def test_short_sequences_take_the_hosts_time_and_no_less():

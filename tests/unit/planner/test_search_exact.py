@@ -119,3 +119,12 @@ def test_the_search_is_near_the_optimum(cost_model, num_ranks):
     assert len(gaps) >= 4
     assert max(gaps) <= 0.05
     assert sum(gap <= 0.01 for gap in gaps) >= len(gaps) - 1
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_search_is_within_one_percent_of_the_optimum_on_cards_of_the_catalogue(num_ranks):
+    for case in random_cases(3, num_ranks, "calibrated", seed=2, of_catalogue=True):
+        problem, _ = make_problem(case.cost, token_unit=case.token_unit)
+        found = search(problem)[:1]
+        solved = solve_exact(problem, upper_bound_s=found[0].time_s if found else float("inf"))
+        assert solved.best is None or (found and found[0].time_s <= 1.01 * solved.best.time_s)
