@@ -464,7 +464,13 @@ _LOOP_ROWS = (
     ),
     Row(what="vLLM, `notebook_launcher`", status="untested"),
     Row(
-        what="Axolotl, ms-swift, LLaMA-Factory",
+        what="public recipes of Axolotl, ms-swift, LLaMA-Factory and TRL, shrunk",
+        status="tested",
+        tests=("tests/integration/trainer/test_recipes.py::test_frequent_recipes_train_as_on_one_process",),
+        note="by transformers' and TRL's trainers; which are exact or refused: [frameworks](frameworks.md)",
+    ),
+    Row(
+        what="trainers of Axolotl, ms-swift and LLaMA-Factory themselves",
         status="untested",
         note="Axolotl by hand: [frameworks](frameworks.md)",
     ),

@@ -1,0 +1,466 @@
+"""Trains a shrunk recipe on two ranks at 3:1, by sequences and by batches, and on one process."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import traceback
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.integration.architectures import VOCAB
+from tests.integration.sweep_configs import tiny_config
+from tests.integration.tiny import ds_config, parameters
+from tests.integration.trainer.test_trainer import make_trainer
+from tests.integration.trainer.test_trl import preferences, tokenizer
+from tests.recipes.jobs import Job
+
+SHARINGS = ("tokens", "batches")
+"""What the ranks share 3:1: the tokens of each sequence, or the rows of each batch."""
+
+STEPS, ROWS = 3, 4
+_BATCH = [3, 1]
+_TOLERANCE = 1e-5
+_LEAST = 1e-6  # of a loss: gradients of a loss near zero are rounding
+_RATE, _EPS = 1e-2, 1e-3  # this large, AdamW's eps does not turn rounding into a step of full size
+_QUANTIZED = {
+    "nf4": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.float32,
+        "bnb_4bit_quant_storage": torch.float32,
+    },
+    "int8": {"load_in_8bit": True},
+}
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "query", "value")
+
+
+class Outcome(NamedTuple):
+    """What became of a job under one sharing.
+
+    Args:
+        kind: exact, refused, wrong, obscure, or not run where one process does not train it either.
+        why: what was said, or by how much it is off.
+    """
+
+    kind: str
+    why: str = ""
+
+
+class Trained(NamedTuple):
+    """Of one process or rank.
+
+    Args:
+        losses: of each step.
+        norms: of its gradient; empty for ZeRO-0.
+        values: of the parameters that are trained, by name.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    values: dict[str, np.ndarray]
+
+
+def train(rank: int, jobs: list[Job], sharing: str) -> list[Trained | Outcome]:
+    """Train each job on this rank of two, or on one process where ``sharing`` is empty.
+
+    Fewer results than jobs where ranks came to differ: what follows would tell of that.
+    """
+    import logging
+
+    import datasets
+
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    datasets.disable_progress_bars()
+    results = []
+    for job in jobs:
+        results.append(_train(job, sharing))
+        _forget()
+        if dist.is_initialized() and sharing:
+            kinds: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(kinds, getattr(results[-1], "kind", ""))
+            if len({*kinds}) > 1:
+                break
+    return results
+
+
+def _forget() -> None:
+    """What accelerate keeps of a job in its process, and what ended jobs held."""
+    import gc
+
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()  # else models of the next job are made in parts, as ZeRO-3 wants them
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    gc.collect()
+
+
+def _train(job: Job, sharing: str) -> Trained | Outcome:
+    """An outcome where it ends in an error."""
+    from ds_hetero.errors import HeteroError, PeerError
+
+    try:
+        return _train_images(job, sharing) if job.images else _train_text(job, sharing)
+    except PeerError:
+        return Outcome("obscure", traceback.format_exc()[-2000:])
+    except HeteroError as error:
+        return Outcome("refused", " ".join(str(error).split()))
+    except Exception:
+        return Outcome("obscure", traceback.format_exc()[-2000:])
+
+
+def compare(ours: list[Trained], expected: Trained) -> Outcome:
+    """Losses, norms and trained values of all ranks against those of one process."""
+    for result in ours:
+        for what, mine, theirs in (("loss", result.losses, expected.losses), ("norm", result.norms, expected.norms)):
+            for step, (own, right) in enumerate(zip(mine, theirs, strict=bool(mine))):
+                if not abs(own - right) <= _TOLERANCE * abs(right) + _LEAST:
+                    return Outcome(
+                        "wrong", f"the {what} of step {step + 1} is {own:.8g}, and {right:.8g} on one process"
+                    )
+        if result.values.keys() != expected.values.keys():
+            return Outcome("wrong", f"other parameters: {sorted(result.values.keys() ^ expected.values.keys())[:4]}")
+        largest = max(float(np.linalg.norm(value)) for value in expected.values.values())
+        for name, value in expected.values.items():
+            error = np.linalg.norm(result.values[name] - value) / (np.linalg.norm(value) + 1e-3 * largest)
+            if not error <= _TOLERANCE:
+                return Outcome("wrong", f"{name} is off by {error:.1e}")
+    return Outcome("exact")
+
+
+def _config(job: Job, sharing: str, model: Any) -> dict[str, Any]:
+    from ds_hetero.frameworks.transformers.model.model_checks import head_counts
+
+    if sharing == "batches":
+        config = ds_config(job.stage, None, gradient_accumulation_steps=2)
+        del config["train_micro_batch_size_per_gpu"]
+        return {**config, "heterogeneity": {"batch": _BATCH}}
+    counts = head_counts(model)
+    groups = [{"ranks": [rank], "tokens": [share], "heads": [counts[0]]} for rank, share in enumerate(_BATCH)]
+    schedule = {"version": 1, "num_heads": counts[0], "num_kv_heads": counts[1], "groups": groups}
+    return ds_config(job.stage, schedule, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=ROWS)
+
+
+# --- models -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _configuration(family: str, head: str) -> Any:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return tiny_config(CONFIG_MAPPING[family], head)
+
+
+def _plain_model(job: Job) -> Any:
+    """Tiny, random, in 32 bits, without dropout."""
+    import transformers
+
+    head = "images" if job.images else "causal"
+    config = _configuration(job.family, "" if job.family in ("bert", "modernbert", "xlm-roberta") else head)
+    kind = "AutoModelForMultimodalLM" if job.images else "AutoModelForCausalLM"
+    if job.method in ("reward", "classification", "prm"):
+        kind, config.num_labels = "AutoModelForSequenceClassification", 1 if job.method == "reward" else 3
+        config.pad_token_id = 2
+    if "router_loss" in job.extras:
+        text = config.get_text_config()
+        text.output_router_logits, text.router_aux_loss_coef = True, 0.01
+    torch.manual_seed(0)
+    make = getattr(transformers, kind).from_config
+    try:
+        model = make(config, attn_implementation="sdpa", experts_implementation="eager")
+    except ValueError:  # has eager attention only
+        model = make(config, attn_implementation="eager", experts_implementation="eager")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.float().train()
+
+
+def _model(job: Job) -> Any:
+    model = _plain_model(job)
+    if job.base:
+        from safetensors.torch import save_model
+        from transformers import BitsAndBytesConfig
+
+        with tempfile.TemporaryDirectory() as folder:
+            model.config.save_pretrained(folder)
+            save_model(model, f"{folder}/model.safetensors", metadata={"format": "pt"})  # on every rank, each its own
+            model = (
+                type(model)
+                .from_pretrained(
+                    folder,
+                    quantization_config=BitsAndBytesConfig(**_QUANTIZED[job.base]),
+                    device_map={"": "cpu"},
+                    dtype=torch.float32,
+                    attn_implementation=model.config._attn_implementation,
+                    experts_implementation="eager",
+                )
+                .train()
+            )
+    if "frozen_layers" in job.extras:
+        for name, parameter in list(model.named_parameters())[: len(list(model.parameters())) // 2]:
+            parameter.requires_grad_(requires_grad=False)
+            assert name
+    return _adapted(model, job) if job.adapter else model
+
+
+def _adapted(model: Any, job: Job) -> Any:
+    import peft
+
+    torch.manual_seed(1)
+    task = "SEQ_CLS" if job.method in ("reward", "classification", "prm") else None if job.images else "CAUSAL_LM"
+    if job.adapter != "lora":
+        kinds = {"oft": ("OFTConfig", {"oft_block_size": 4, "r": 0}), "bone": ("MissConfig", {"r": 4})}
+        kinds |= {"adalora": ("AdaLoraConfig", {"target_r": 4, "init_r": 4, "total_step": 100})}
+        kinds |= {"boft": ("BOFTConfig", {"boft_block_size": 4})}
+        name, options = kinds[job.adapter]
+        return peft.get_peft_model(model, getattr(peft, name)(target_modules="all-linear", task_type=task, **options))
+    named = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    options: dict[str, Any] = {"r": 4, "lora_alpha": 8, "task_type": task, "target_modules": "all-linear"}
+    if job.targets == "attention" and named & {*_ATTENTION}:
+        options["target_modules"] = sorted(named & {*_ATTENTION})
+    experts = sorted({name for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name})
+    if job.targets == "experts" and experts:
+        options |= {"target_modules": sorted(named & {*_ATTENTION}), "target_parameters": experts}
+    if {"conv1d", "out_proj"} <= {name.rpartition(".")[2] for name, _ in model.named_modules()}:  # PEFT refuses these
+        options["target_modules"] = sorted(named - {"out_proj", "lm_head"})
+    if job.saves:
+        options["modules_to_save"] = ["lm_head"]
+    for word in job.settings:
+        options |= {"use_dora": True} if word == "dora" else {"use_rslora": True} if word == "rslora" else {}
+    start = [word for word in job.settings if word in ("pissa", "olora")]
+    options["init_lora_weights"] = start[0] if start else experts != [] and "target_parameters" in options
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+# --- text ---------------------------------------------------------------------------------------------
+
+
+def _train_text(job: Job, sharing: str) -> Trained | Outcome:
+    import ds_hetero
+
+    if job.method in ("prm", "bco") and sharing:
+        from tests.integration.trainer.test_trl_refusals import _start
+
+        name = {"prm": "experimental.prm.PRMTrainer", "bco": "experimental.bco.BCOTrainer"}[job.method]
+        return Outcome("refused", _start(0, name).partition(": ")[2])
+    if job.method in ("prm", "bco"):
+        return Trained([], [], {"": np.zeros(1)})
+    if sharing:
+        ds_hetero.register()
+    model = _model(job)
+    kind, config, more, options = _METHODS[job.method](job)
+    recompute = {"use_reentrant": job.recompute == "reentrant"}
+    options |= {"gradient_checkpointing": bool(job.recompute), "gradient_checkpointing_kwargs": recompute}
+    trainer = make_trainer(
+        _config(job, sharing, model) if sharing else None,
+        2 if sharing == "tokens" else 0,
+        kind,
+        config=config,
+        model=model,
+        more=more,
+        per_device_train_batch_size=ROWS // 2 if sharing == "batches" else ROWS,
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        num_train_epochs=1,
+        lr_scheduler_type="cosine",
+        warmup_steps=1,
+        include_num_input_tokens_seen="no",
+        optim="adamw_torch",
+        **({"neftune_noise_alpha": 5.0} if "neftune" in job.extras else {}),
+        **_known(config, options),
+    )
+    trainer.train()
+    engine = trainer.model_wrapped
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    norms = [entry["grad_norm"] for entry in logs if "grad_norm" in entry] if job.stage or not sharing else []
+    values = parameters(trainer.model, job.stage if sharing else 0)
+    if hasattr(engine, "destroy"):
+        engine.destroy()
+    return Trained([entry["loss"] for entry in logs], norms, values)
+
+
+def _known(config: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by the names that the installed transformers has for recomputation."""
+    import dataclasses
+
+    fields = {field.name for field in dataclasses.fields(config)}
+    renamed = {"gradient_checkpointing": "activation_checkpointing"}
+    renamed |= {"gradient_checkpointing_kwargs": "activation_checkpointing_kwargs"}
+    return {(name if name in fields else renamed.get(name, name)): value for name, value in options.items()}
+
+
+def _rows(count: int) -> Iterator[dict[str, list[int]]]:
+    """Samples of unlike lengths; the first third of each is a prompt."""
+    generator = torch.Generator().manual_seed(1)
+    for number in range(count):
+        length = 12 + 5 * number % 17
+        ids = torch.randint(6, VOCAB - 8, (length,), generator=generator).tolist()
+        yield {"input_ids": ids, "completion_mask": [int(place >= length // 3) for place in range(length)]}
+
+
+def _sft(job: Job) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = list(_rows(8 * STEPS * (3 if job.packing == "packed" else 1)))
+    if job.method == "pretrain":
+        rows = [{"input_ids": row["input_ids"]} for row in rows]
+    dataset: Any = Dataset.from_list(rows)
+    options = {
+        "dataset": dataset.to_iterable_dataset() if "streaming" in job.extras else dataset,
+        "bf16": False,
+        "max_length": 48,
+        "packing": job.packing == "packed",
+        "padding_free": job.packing != "",
+        "completion_only_loss": job.method == "sft",
+        **({"loss_type": job.loss} if job.loss else {}),
+    }
+    return SFTTrainer, SFTConfig, {"processing_class": tokenizer()}, options
+
+
+def _preferences(trainer: str, package: str, job: Job, **more: Any) -> Any:
+    import importlib
+
+    module = importlib.import_module(package)
+    options = {"dataset": preferences(8 * STEPS), "bf16": False, **more}
+    return getattr(module, f"{trainer}Trainer"), getattr(module, f"{trainer}Config"), _tokens(), options
+
+
+def _tokens() -> dict[str, Any]:
+    return {"processing_class": tokenizer()}
+
+
+def _dpo(job: Job) -> Any:
+    losses = job.loss.split()
+    weights = {"loss_weights": [1.0, *[0.1] * (len(losses) - 1)]} if len(losses) > 1 else {}
+    return _preferences("DPO", "trl", job, beta=0.5, loss_type=losses, **weights)
+
+
+def _kto(job: Job) -> Any:
+    from datasets import Dataset
+
+    made = _preferences("KTO", "trl", job, beta=0.5)
+    rows = [
+        {"prompt": pair["prompt"], "completion": pair["chosen" if i % 3 else "rejected"], "label": bool(i % 3)}
+        for i, pair in enumerate(preferences(8 * STEPS))
+    ]
+    made[3]["dataset"] = Dataset.from_list(rows)
+    return made
+
+
+def _gkd(job: Job) -> Any:
+    from tests.integration.trainer.test_trl import chats
+
+    made = _preferences("GKD", "trl.experimental.gkd", job, lmbda=0.0, beta=0.3)
+    made[3]["dataset"] = chats(8 * STEPS)
+    teacher = _plain_model(Job(**{**vars_of(job), "extras": ()}))
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(1.5)
+    made[2]["teacher_model"] = teacher.eval()
+    return made
+
+
+def vars_of(job: Job) -> dict[str, Any]:
+    """Its fields."""
+    import dataclasses
+
+    return {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+
+
+def _classification(job: Job) -> Any:
+    from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
+
+    rows = [{"input_ids": row["input_ids"], "labels": number % 3} for number, row in enumerate(_rows(8 * STEPS))]
+    more = {"data_collator": DataCollatorWithPadding(tokenizer()), **_tokens()}
+    return Trainer, TrainingArguments, more, {"dataset": rows}
+
+
+_METHODS: dict[str, Any] = {
+    "sft": _sft,
+    "pretrain": _sft,
+    "dpo": _dpo,
+    "kto": _kto,
+    "gkd": _gkd,
+    "classification": _classification,
+    "reward": lambda job: _preferences("Reward", "trl", job),
+    "orpo": lambda job: _preferences("ORPO", "trl.experimental.orpo", job, beta=0.5),
+    "cpo": lambda job: _preferences("CPO", "trl.experimental.cpo", job, beta=0.5),
+    "simpo": lambda job: _preferences("CPO", "trl.experimental.cpo", job, beta=0.5, loss_type="simpo", cpo_alpha=0.0),
+}
+
+
+# --- images -------------------------------------------------------------------------------------------
+
+
+def _image_batches(model: Any) -> list[dict[str, Tensor]]:
+    """Two rows each, with an image or sound for both where the model takes one of the usual shapes."""
+    from tests.integration.sweep_images import images_for
+
+    made = []
+    for number in range(2 * STEPS):
+        generator = torch.Generator().manual_seed(10 + number)
+        ids = torch.randint(6, VOCAB - 8, (2, 96), generator=generator)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        batch |= images_for(model, batch)
+        batch["labels"][:, : 4 + 3 * number] = -100
+        made.append(batch)
+    return made
+
+
+def _train_images(job: Job, sharing: str) -> Trained | Outcome:
+    """In a loop of its own, with the arguments of the recipe; batches with images are not cut by rows here."""
+    import deepspeed
+
+    import ds_hetero
+
+    if sharing == "batches":
+        return Outcome("not run", "rows of a batch with images are cut by a processor's collator")
+    batches = _image_batches(_plain_model(job).double())
+    model = _model(job).double()  # towers add up many products: rounding of 32 bits comes near to the tolerance
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=_RATE, eps=_EPS)
+    if job.recompute:
+        options = {"use_reentrant": job.recompute == "reentrant"}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        if job.adapter:
+            model.enable_input_require_grads()
+    if not sharing:
+        return _loop(model, optimizer, batches)
+    handle = ds_hetero.register()
+    config = {**_config(job, sharing, model), "train_micro_batch_size_per_gpu": 2}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    losses, norms, part = [], [], []
+    for batch in handle.for_engine(engine).dataloader(batches, batches="same"):
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        part.append(loss.item())
+        if len(part) == 2:
+            losses.append(sum(part) / 2)
+            norms.append(float(engine.get_global_grad_norm() or 0))
+            part = []
+    values = parameters(model, job.stage)
+    engine.destroy()
+    return Trained(losses, norms, values)
+
+
+def _loop(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> Trained:
+    losses, norms = [], []
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        optimizer.zero_grad()
+        loss = (model(**first).loss + model(**second).loss) / 2
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return Trained(losses, norms, parameters(model))
