@@ -197,8 +197,10 @@ _OWN_HEADS = {
     "embedding": "a loss over pairs of a batch, of the framework's own",
     "reranker": "a loss of the framework's own",
     "generative_reranker": "a loss of the framework's own",
+    "prm": "its trainer of TRL is refused by name; no job is made of it",
+    "bco": "its trainer of TRL is refused by name; no job is made of it",
 }
-TRAINED = ("sft", "pretrain", "dpo", "orpo", "cpo", "simpo", "kto", "reward", "gkd", "classification", "prm", "bco")
+TRAINED = ("sft", "pretrain", "dpo", "orpo", "cpo", "simpo", "kto", "reward", "gkd", "classification")
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,7 @@ def replaced(facts: Facts) -> list[str]:
 def _left_out(facts: Facts) -> str:
     method = facts["method"]
     if method in GENERATING:
-        return f"not among the methods that are counted here: {method}"
+        return f"another method: {method}"
     if method in _OWN_HEADS:
         return f"{method}: {_OWN_HEADS[method]}"
     for word in [*facts.get("extras", ()), facts.get("precision", "")]:

@@ -18,7 +18,7 @@ FACTS = Path(__file__).with_name("facts.json")
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 PAGE = ROOT / "docs" / "frameworks.md"
 NAMES = {"axolotl": "Axolotl", "ms-swift": "ms-swift", "llama-factory": "LLaMA-Factory", "trl": "TRL"}
-KINDS = ("exact", "refused", "wrong", "not run", "trains nothing")
+KINDS = ("exact", "refused", "wrong", "not run", "another method", "trains nothing")
 
 
 def load_facts() -> dict[str, dict[str, Any]]:
@@ -56,7 +56,8 @@ def outcome_of(facts: Facts, outcomes: dict[str, dict[str, list[str]]]) -> tuple
     """Kind, of `KINDS`, and reason of a recipe."""
     job = job_of(facts)
     if isinstance(job, str):
-        return ("trains nothing", job.partition(": ")[2]) if "other" in facts else ("not run", job)
+        kind, _, why = job.partition(": ")
+        return (kind, why) if kind in KINDS else ("not run", job)
     entry = outcomes.get(str(job))
     if entry is None:
         return "not run", "its job was not run"
@@ -78,7 +79,7 @@ def _brief(why: str) -> str:
     first = why.partition(" cannot be split over the sequence: - ")[2] or why
     first = re.split(r" - |;|, where|\. ", first)[0].rstrip(".")
     first = re.sub(r"^layers? of type .*", "layers of a type that is not supported", first)
-    first = re.sub(r"^layer \S+ \(\w+\)", "a layer", first)
+    first = re.sub(r"\blayer \S+( \(\w+\))?", "a layer", first)
     return re.sub(r"\b[A-Z]\w+(Model|Decoder|CausalLM|Generation|Classification)(\.forward)?\b", "the model", first)[
         :200
     ].replace("|", "/")
