@@ -99,7 +99,7 @@ def _accumulating_micro_steps(registry: Registry, stock: Function) -> Function:
             registry.adapters.trainers.expect_known(trainer)
             expect_splittable(trainer)
         elif takes_unlike_batches(registry, trainer):
-            expect_plain_samples(trainer)
+            expect_plain_samples(trainer, of_sequences=registry.adapters.trainers.needs_whole_sequences(trainer))
         batches = _replica_batches(registry, trainer)
         if is_whole and batches is not None:
             expect_equal_replicas(trainer)

@@ -55,8 +55,11 @@ def complete_configuration(trainer: Trainer) -> None:
             ds_config[name] = value
 
 
-def expect_plain_samples(trainer: Trainer) -> None:
-    """Refuse what deals samples out to ranks itself, before the loop begins.
+def expect_plain_samples(trainer: Trainer, *, of_sequences: bool) -> None:
+    """Refuse what deals samples out to ranks itself, or pairs and divides them by its own rules, before the loop.
+
+    Args:
+        of_sequences: a trainer of TRL whose loss is of whole sequences.
 
     Raises:
         ConfigError: with the argument or the trainer, and what to do.
@@ -70,6 +73,12 @@ def expect_plain_samples(trainer: Trainer) -> None:
         raise ConfigError(
             f"{type(trainer).__name__} compares completions of one prompt, which unequal batches would tear apart. "
             f'Leave "{SECTION}.batch" out: equal batches, or sequence parallelism, train it.'
+        )
+    if of_sequences:  # KTO's came out twice as large with two accumulated batches
+        raise ConfigError(
+            f"{type(trainer).__name__} pairs and divides the samples of a batch by its own rules, and is not known to "
+            f'train on unequal batches as on one process. Leave "{SECTION}.batch" out: equal batches, or sequence '
+            "parallelism, train it."
         )
 
 
