@@ -29,6 +29,7 @@ _ROOMS = {
         "show": "Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie.",
         "report": "Make one HTML page of PLAN, as plan --out or plan --json wrote it, and of what a job measured "
         "that ran it.",
+        "launch-files": "Write hostfile, scripts and configuration that start PLAN on its hosts, unequal ones too.",
         "elastic": "Say what an elastic job that runs on this node is doing, who is there, and what its memory holds.",
         "trace": "Write the predicted step of PLAN as a trace for Perfetto; with --run the measured one beside it.",
     },
@@ -83,7 +84,8 @@ class _Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         room = next(room for room, commands in _ROOMS.items() if cmd_name in commands)
-        command: click.Command = getattr(import_module(f"ds_hetero.cli.{room}.{cmd_name}"), cmd_name)
+        module = cmd_name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"ds_hetero.cli.{room}.{module}"), module)
         return command
 
 

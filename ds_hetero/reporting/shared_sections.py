@@ -20,6 +20,7 @@ from ds_hetero.cost import CostModel
 from ds_hetero.cost.price import BILLION, JOULES_PER_KWH, MILLION, Price, duration_text
 from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.html import Markup, Page, definitions, html_table, preformatted
+from ds_hetero.reporting.launch_files import Launch
 from ds_hetero.reporting.run_file import RunFile
 from ds_hetero.values.schedule import Schedule
 
@@ -176,24 +177,24 @@ def price_cards(prices: Sequence[Price]) -> dict[str, str]:
 
 def add_launch(page: Page, described: DescribedPlan) -> None:
     """How to run it: the section, and the launch."""
-    ranks = described.plan.ranks
     nodes = [node for cluster in described.scenario.clusters for node in cluster.nodes]
     section = {"heterogeneity": {"schedule": "plan.json"}}
-    launch = "deepspeed --hostfile hostfile train.py --deepspeed ds_config.json"
-    if len(nodes) == 1:
-        launch = f"deepspeed --num_gpus {len(ranks)} train.py --deepspeed ds_config.json"
-    hosts = "\n".join(f"{node.name} slots={len(node.devices)}" for node in nodes)
+    launch = Launch.of(nodes)
     savers = described.scenario.workload.memory_savers
     page.section(
         "Run it",
         "Save the plan file below as plan.json beside the script, and add this section to ds_config.json:",
         preformatted(json.dumps(section, indent=2)),
         *(
-            ["The hosts, in the order of the ranks, with your names of them (hostfile):", preformatted(hosts)]
+            [
+                "The hosts, in the order of the ranks, with your names of them (hostfile); ds-hetero launch-files "
+                "writes it, and what other launchers take:",
+                preformatted(launch.hostfile.strip()),
+            ]
             * (len(nodes) > 1)
         ),
         "Add import ds_hetero; ds_hetero.register() before the Trainer or the engine is made, and launch as before:",
-        preformatted(launch),
+        preformatted(launch.deepspeed_line),
         f"The plan counts on {', '.join(savers)}: the job has to set it." if savers else "",
     )
 

@@ -1,6 +1,7 @@
 """The command line: what machines read, and what bad input gets."""
 
 import json
+import shlex
 import subprocess
 import sys
 
@@ -17,6 +18,8 @@ from ds_hetero.common.reading import config_dir
 from ds_hetero.cost.price import price_of
 from ds_hetero.models import load_model
 from ds_hetero.values.plans import read_plan
+from tests.markdown import BLOCKS
+from tests.support import ROOT
 from tests.unit.without import run_without
 
 
@@ -386,3 +389,37 @@ def test_doctor_prints_one_json_object_and_refuses_what_transformers_refuses(tmp
             assert json.loads(run.stdout)["healthy"]
         else:
             assert "ModelError" in run.stderr and "layer_types" in run.stderr and "Traceback" not in run.stderr
+
+
+def test_the_page_on_launching_shows_every_file_whole(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "launch.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    for line in next(block for block in BLOCKS if block.page.name == "launch.md").text.splitlines():
+        with pytest.raises(SystemExit, match="0"):
+            main(shlex.split(line)[1:])
+    files = {path.name: path.read_text() for path in (tmp_path / "launch").iterdir()}
+    assert set(files) >= {"hostfile", "torchrun.sh", "accelerate.yaml", "slurm.sh", "env.sh"}
+    for name, text in files.items():
+        assert f"```text\n{text.strip()}\n```" in page, name
+        if name.endswith(".sh"):
+            subprocess.run(["bash", "-n", f"launch/{name}"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hosts", "a"], "names 1 hosts, and the plan is for 2 nodes"),
+        (["--hosts", "a,a"], "two have one name"),
+        (["--hosts", "a,b c"], "as ssh takes them"),
+        (["--port", "0"], "no port"),
+        (["--interface", "eth0; rm"], "no name of a network interface"),
+        (["--out", "missing/folder"], "cannot be written"),
+    ],
+)
+def test_hosts_that_no_launcher_takes_are_refused(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rig = ["--gpus", "2xH100 | A100", "--network", "1", "--model", "llama-3.2-1b", "--seq-len", "32K"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", *rig, "--out", "p.json"])
+    assert main(["launch-files", "p.json", *options]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,60 @@
+"""``ds-hetero launch-files``: what starts a plan on its hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ds_hetero.cli.options import AS_JSON, FILE
+from ds_hetero.cli.printing import check_out, print_json, write_out
+from ds_hetero.errors import PlanError
+from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
+from ds_hetero.reporting.launch_files import COMMAND, PORT, Launch
+from ds_hetero.reporting.launch_files import launch_files as contents
+
+
+@click.command("launch-files")
+@click.argument("plan", type=FILE)
+@click.option("--out", type=FILE, help="Folder for the files; left out, they are printed.")
+@click.option("--command", default=COMMAND, help="Script and arguments, or -m MODULE and arguments.")
+@click.option("--hosts", help="Names or addresses of the hosts, by commas; left out, the names of the nodes.")
+@click.option("--interface", help="Network interface between the hosts, such as eth0; left out, NCCL and gloo choose.")
+@click.option("--port", type=int, default=PORT, help="Port of the first host.")
+@AS_JSON
+def launch_files(
+    plan: Path, out: Path | None, command: str, hosts: str | None, interface: str | None, port: int, as_json: bool
+) -> None:
+    """Write hostfile, scripts and configuration that start PLAN on its hosts, unequal ones too."""
+    described = read_described_plan(plan)
+    if not isinstance(described, DescribedPlan):
+        raise PlanError(f"{plan} does not say which hosts it is for. Write it with ds-hetero plan ... --out FILE.")
+    nodes = [node for cluster in described.scenario.clusters for node in cluster.nodes]
+    names = hosts.split(",") if hosts else ()
+    launch = Launch.of(nodes, hosts=names, command=command, port=port, interface=interface)
+    files = contents(launch)
+    if out is not None:
+        check_out(out / "hostfile" if out.exists() else out)
+        out.mkdir(exist_ok=True)
+        for name, text in files.items():
+            write_out(out / name, text)
+    if as_json:
+        print_json({"out": out and str(out), "hosts": launch.hosts, "slots": launch.slots, "files": files})
+    elif out is None:
+        print("\n".join(f"--- {name}\n{text}" for name, text in files.items()), end="")
+    else:
+        print("\n".join(_how(launch, out)))
+
+
+def _how(launch: Launch, out: Path) -> list[str]:
+    """Say what to run, and where."""
+    several = len(launch.hosts) > 1
+    every = " on every host, with its number from 0" if several else ""
+    return [
+        f"written to {out}; in the folder of the training, the same on all hosts, run one of",
+        f"  bash {out}/torchrun.sh {'NODE' if several else 0}{every}",
+        f"  bash {out}/deepspeed.sh"
+        + (" on the first host, which reaches the others by ssh and pdsh" if several else ""),
+        f"  bash {out}/accelerate.sh {'NODE' if several else 0}{every}",
+        f"  sbatch --export=ALL,LAUNCH_FILES={out.resolve()} {out}/slurm.sh",
+    ]
