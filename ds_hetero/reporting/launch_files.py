@@ -94,7 +94,7 @@ class Launch:
         )
 
 
-def launch_files(launch: Launch) -> dict[str, str]:
+def launch_contents(launch: Launch) -> dict[str, str]:
     """Return the content of every file, by its name. They lie in one folder; scripts run in the one of the training.
 
     Raises:

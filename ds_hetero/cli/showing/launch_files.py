@@ -10,8 +10,7 @@ from ds_hetero.cli.options import AS_JSON, FILE
 from ds_hetero.cli.printing import check_out, print_json, write_out
 from ds_hetero.errors import PlanError
 from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
-from ds_hetero.reporting.launch_files import COMMAND, PORT, Launch
-from ds_hetero.reporting.launch_files import launch_files as contents
+from ds_hetero.reporting.launch_files import COMMAND, PORT, Launch, launch_contents
 
 
 @click.command("launch-files")
@@ -32,7 +31,7 @@ def launch_files(
     nodes = [node for cluster in described.scenario.clusters for node in cluster.nodes]
     names = hosts.split(",") if hosts else ()
     launch = Launch.of(nodes, hosts=names, command=command, port=port, interface=interface)
-    files = contents(launch)
+    files = launch_contents(launch)
     if out is not None:
         check_out(out / "hostfile" if out.exists() else out)
         out.mkdir(exist_ok=True)
