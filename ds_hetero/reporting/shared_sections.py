@@ -20,7 +20,7 @@ from ds_hetero.cost import CostModel
 from ds_hetero.cost.price import BILLION, JOULES_PER_KWH, MILLION, Price, duration_text
 from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.html import Markup, Page, definitions, html_table, preformatted
-from ds_hetero.reporting.launch_files import Launch
+from ds_hetero.reporting.launching import Launch
 from ds_hetero.reporting.run_file import RunFile
 from ds_hetero.values.schedule import Schedule
 

@@ -10,7 +10,7 @@ from ds_hetero.cli.options import AS_JSON, FILE
 from ds_hetero.cli.printing import check_out, print_json, write_out
 from ds_hetero.errors import PlanError
 from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
-from ds_hetero.reporting.launch_files import COMMAND, PORT, Launch, launch_contents
+from ds_hetero.reporting.launching import COMMAND, PORT, Launch, launch_contents
 
 
 @click.command("launch-files")
