@@ -25,7 +25,7 @@ _HERE = 'here=$(cd "$(dirname "$0")" && pwd)'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class JobLaunch:
     """A start of a job.
 
     Args:
@@ -43,7 +43,7 @@ class Launch:
     interface: str | None = None
 
     @classmethod
-    def of(cls, nodes: Sequence[Node], *, hosts: Sequence[str] = (), **options: Any) -> Launch:
+    def of(cls, nodes: Sequence[Node], *, hosts: Sequence[str] = (), **options: Any) -> JobLaunch:
         """Start of a plan for ``nodes``, under their own names where ``hosts`` gives none."""
         names = tuple(hosts or (node.name.replace(" ", "-") for node in nodes))
         return cls(hosts=names, slots=tuple(len(node.devices) for node in nodes), **options)
@@ -72,9 +72,9 @@ class Launch:
     def deepspeed_line(self) -> str:
         """Line of DeepSpeed's launcher, next to the hostfile."""
         if len(self.hosts) == 1:
-            return f"deepspeed --num_gpus {self.slots[0]} --master_port {self.port} {self._program}"
+            return f"deepspeed --no_local_rank --num_gpus {self.slots[0]} --master_port {self.port} {self._program}"
         meets = f"--master_addr {self.hosts[0]} --master_port {self.port}"
-        return f"deepspeed --hostfile hostfile {meets} {self._program}"
+        return f"deepspeed --no_local_rank --hostfile hostfile {meets} {self._program}"
 
     @property
     def hostfile(self) -> str:
@@ -94,11 +94,11 @@ class Launch:
         )
 
 
-def launch_contents(launch: Launch) -> dict[str, str]:
+def launch_contents(launch: JobLaunch) -> dict[str, str]:
     """Return the content of every file, by its name. They lie in one folder; scripts run in the one of the training.
 
     Raises:
-        PlanError: see `Launch.check`.
+        PlanError: see `JobLaunch.check`.
     """
     launch.check()
     files = {
@@ -115,11 +115,11 @@ def launch_contents(launch: Launch) -> dict[str, str]:
     return files
 
 
-def _variables(launch: Launch) -> dict[str, str]:
+def _variables(launch: JobLaunch) -> dict[str, str]:
     return {} if launch.interface is None else dict.fromkeys(_VARIABLES, launch.interface)
 
 
-def _env(launch: Launch) -> str:
+def _env(launch: JobLaunch) -> str:
     lines = [f"export {name}={value}" for name, value in _variables(launch).items()]
     if not lines:
         lines = ["# NCCL and gloo choose the interface; to name the one between the hosts, make these files anew with"]
@@ -133,12 +133,12 @@ def _script(*lines: str, node: bool = False) -> str:
     return "\n".join(["#!/usr/bin/env bash", "set -euo pipefail", _HERE, *takes, *lines]) + "\n"
 
 
-def _torchrun(launch: Launch) -> str:
+def _torchrun(launch: JobLaunch) -> str:
     slots = f"slots=({' '.join(map(str, launch.slots))})  # ranks of every host"
     return _script(slots, '. "$here/env.sh"', "exec " + launch.torchrun_line('"$node"', '"${slots[$node]}"'), node=True)
 
 
-def _deepspeed(launch: Launch) -> str:
+def _deepspeed(launch: JobLaunch) -> str:
     line = launch.deepspeed_line.replace("--hostfile hostfile", '--hostfile "$here/hostfile"')
     return _script(
         '. "$here/env.sh"',
@@ -147,7 +147,7 @@ def _deepspeed(launch: Launch) -> str:
     )
 
 
-def _accelerate_config(launch: Launch) -> str:
+def _accelerate_config(launch: JobLaunch) -> str:
     devices = "@".join(
         f"{host}:{','.join(map(str, range(count)))}" for host, count in zip(launch.hosts, launch.slots, strict=True)
     )
@@ -178,7 +178,7 @@ def _accelerate_config(launch: Launch) -> str:
     )
 
 
-def _accelerate(launch: Launch) -> str:
+def _accelerate(launch: JobLaunch) -> str:
     hostfile = ' --deepspeed_hostfile "$here/hostfile"' if len(launch.hosts) > 1 else ""
     return _script(
         '. "$here/env.sh"',
@@ -189,7 +189,7 @@ def _accelerate(launch: Launch) -> str:
     )
 
 
-def _slurm(launch: Launch) -> str:
+def _slurm(launch: JobLaunch) -> str:
     """A heterogeneous job, since one of Slurm's jobs has as many GPUs on every node; a component is a host."""
     parts = []
     for node, (host, count) in enumerate(zip(launch.hosts, launch.slots, strict=True)):

@@ -20,7 +20,7 @@ from ds_hetero.cost import CostModel
 from ds_hetero.cost.price import BILLION, JOULES_PER_KWH, MILLION, Price, duration_text
 from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.html import Markup, Page, definitions, html_table, preformatted
-from ds_hetero.reporting.launching import Launch
+from ds_hetero.reporting.launching import JobLaunch
 from ds_hetero.reporting.run_file import RunFile
 from ds_hetero.values.schedule import Schedule
 
@@ -179,7 +179,7 @@ def add_launch(page: Page, described: DescribedPlan) -> None:
     """How to run it: the section, and the launch."""
     nodes = [node for cluster in described.scenario.clusters for node in cluster.nodes]
     section = {"heterogeneity": {"schedule": "plan.json"}}
-    launch = Launch.of(nodes)
+    launch = JobLaunch.of(nodes)
     savers = described.scenario.workload.memory_savers
     page.section(
         "Run it",

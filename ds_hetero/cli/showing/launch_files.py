@@ -10,7 +10,7 @@ from ds_hetero.cli.options import AS_JSON, FILE
 from ds_hetero.cli.printing import check_out, print_json, write_out
 from ds_hetero.errors import PlanError
 from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
-from ds_hetero.reporting.launching import COMMAND, PORT, Launch, launch_contents
+from ds_hetero.reporting.launching import COMMAND, PORT, JobLaunch, launch_contents
 
 
 @click.command("launch-files")
@@ -30,7 +30,7 @@ def launch_files(
         raise PlanError(f"{plan} does not say which hosts it is for. Write it with ds-hetero plan ... --out FILE.")
     nodes = [node for cluster in described.scenario.clusters for node in cluster.nodes]
     names = hosts.split(",") if hosts else ()
-    launch = Launch.of(nodes, hosts=names, command=command, port=port, interface=interface)
+    launch = JobLaunch.of(nodes, hosts=names, command=command, port=port, interface=interface)
     files = launch_contents(launch)
     if out is not None:
         check_out(out / "hostfile" if out.exists() else out)
@@ -45,7 +45,7 @@ def launch_files(
         print("\n".join(_how(launch, out)))
 
 
-def _how(launch: Launch, out: Path) -> list[str]:
+def _how(launch: JobLaunch, out: Path) -> list[str]:
     """Say what to run, and where."""
     several = len(launch.hosts) > 1
     every = " on every host, with its number from 0" if several else ""
