@@ -30,6 +30,7 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--ds-config", type=Path, default=CONFIGS / "zero1.json")
 parser.add_argument("--steps", type=int, default=5)
 parser.add_argument("--tokens", type=int, default=2048, help="of the shortest sequence")
+parser.add_argument("--local_rank", type=int, help="given by launchers of DeepSpeed; the environment says it too")
 args = parser.parse_args()
 
 without_compiling()

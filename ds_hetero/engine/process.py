@@ -9,7 +9,8 @@ counts for itself. So rank 0 draws a name for the start, and tells it to each ra
 
 Messages when an error ends a rank: one message for a refusal, and no raw text of a backend as the last word.
 
-A refusal that all ranks raise is printed by rank 0 alone, without a traceback. Any other error is shown as Python does.
+A refusal that all ranks raise is printed once per host, by its first rank, without a traceback. Any other error is
+shown as Python does.
 The other ranks learn of it from this one's last words, see `ds_hetero.runtime.peers`.
 """
 
@@ -172,7 +173,8 @@ def _show(stock: Hook, kind: type[BaseException], error: BaseException, tracebac
     if watch is not None:
         shown = error if lost is None else lost
         watch.say_last_words(STOPPED if isinstance(shown, (PeerError, StepError)) else FAILED, _text(shown))
-        is_said = isinstance(error, HeteroError) and watch.is_said_by_rank_0(_text(error))
+        is_first_of_host = os.environ.get("LOCAL_RANK") == "0"  # a host's own log has the reason too
+        is_said = isinstance(error, HeteroError) and not is_first_of_host and watch.is_said_by_rank_0(_text(error))
     _leave_behind(error if lost is None else lost)
     if not _is_message(error) or os.environ.get(TRACEBACK_VARIABLE) == "1":
         stock(kind, error, traceback)
