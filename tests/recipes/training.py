@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import tempfile
 import traceback
@@ -218,9 +219,9 @@ def _model(job: Job) -> Any:
                 .train()
             )
     if "frozen_layers" in job.extras:
-        for name, parameter in list(model.named_parameters())[: len(list(model.parameters())) // 2]:
+        every = list(model.parameters())
+        for parameter in every[: len(every) // 2]:
             parameter.requires_grad_(requires_grad=False)
-            assert name
     return _adapted(model, job) if job.adapter else model
 
 
@@ -298,8 +299,6 @@ def _train_text(job: Job, sharing: str) -> Trained | Outcome:
 
 def _known(config: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Arguments by the names that the installed transformers has for recomputation."""
-    import dataclasses
-
     fields = {field.name for field in dataclasses.fields(config)}
     renamed = {"gradient_checkpointing": "activation_checkpointing"}
     renamed |= {"gradient_checkpointing_kwargs": "activation_checkpointing_kwargs"}
@@ -335,7 +334,7 @@ def _sft(job: Job) -> Any:
     return SFTTrainer, SFTConfig, {"processing_class": tokenizer()}, options
 
 
-def _preferences(trainer: str, package: str, job: Job, **more: Any) -> Any:
+def _preferences(trainer: str, package: str, **more: Any) -> Any:
     import importlib
 
     module = importlib.import_module(package)
@@ -350,7 +349,7 @@ def _tokens() -> dict[str, Any]:
 def _dpo(job: Job) -> Any:
     losses = job.loss.split()
     weights = {"loss_weights": [1.0, *[0.1] * (len(losses) - 1)]} if len(losses) > 1 else {}
-    made = _preferences("DPO", "trl", job, beta=0.5, loss_type=losses, **weights)
+    made = _preferences("DPO", "trl", beta=0.5, loss_type=losses, **weights)
     if not job.adapter:  # which TRL would load by the name of the model
         made[2]["ref_model"] = _plain_model(job)
     return made
@@ -359,7 +358,7 @@ def _dpo(job: Job) -> Any:
 def _kto(job: Job) -> Any:
     from datasets import Dataset
 
-    made = _preferences("KTO", "trl", job, beta=0.5)
+    made = _preferences("KTO", "trl", beta=0.5)
     rows = [
         {"prompt": pair["prompt"], "completion": pair["chosen" if i % 3 else "rejected"], "label": bool(i % 3)}
         for i, pair in enumerate(preferences(8 * STEPS))
@@ -371,21 +370,14 @@ def _kto(job: Job) -> Any:
 def _gkd(job: Job) -> Any:
     from tests.integration.trainer.test_trl import chats
 
-    made = _preferences("GKD", "trl.experimental.gkd", job, lmbda=0.0, beta=0.3)
+    made = _preferences("GKD", "trl.experimental.gkd", lmbda=0.0, beta=0.3)
     made[3]["dataset"] = chats(8 * STEPS)
-    teacher = _plain_model(Job(**{**vars_of(job), "extras": ()}))
+    teacher = _plain_model(dataclasses.replace(job, extras=()))
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.mul_(1.5)
     made[2]["teacher_model"] = teacher.eval()
     return made
-
-
-def vars_of(job: Job) -> dict[str, Any]:
-    """Its fields."""
-    import dataclasses
-
-    return {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
 
 
 def _classification(job: Job) -> Any:
@@ -403,10 +395,10 @@ _METHODS: dict[str, Any] = {
     "kto": _kto,
     "gkd": _gkd,
     "classification": _classification,
-    "reward": lambda job: _preferences("Reward", "trl", job),
-    "orpo": lambda job: _preferences("ORPO", "trl.experimental.orpo", job, beta=0.5),
-    "cpo": lambda job: _preferences("CPO", "trl.experimental.cpo", job, beta=0.5),
-    "simpo": lambda job: _preferences("CPO", "trl.experimental.cpo", job, beta=0.5, loss_type="simpo", cpo_alpha=0.0),
+    "reward": lambda job: _preferences("Reward", "trl"),
+    "orpo": lambda job: _preferences("ORPO", "trl.experimental.orpo", beta=0.5),
+    "cpo": lambda job: _preferences("CPO", "trl.experimental.cpo", beta=0.5),
+    "simpo": lambda job: _preferences("CPO", "trl.experimental.cpo", beta=0.5, loss_type="simpo", cpo_alpha=0.0),
 }
 
 
