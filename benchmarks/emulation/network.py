@@ -197,7 +197,7 @@ def emulate(
             yield replace(network, measured=tuple(links))
         finally:
             process.terminate()
-            process.wait()
+            _close(process)
         return
     raise EmulationError(
         f"no emulated network on this machine ({'; '.join(reasons)}). It needs Linux, the commands ip and tc "
@@ -243,9 +243,16 @@ def _start(config: dict[str, Any]) -> tuple[subprocess.Popen[str], list[str]]:
     if not line:
         process.kill()
         said = process.stderr.read().strip().splitlines()
+        _close(process)
         raise OSError(said[-1] if said else f"not ready within {_START_S} s")
     namespaces: list[str] = json.loads(line)["namespaces"]
     return process, namespaces
+
+
+def _close(process: subprocess.Popen[str]) -> None:
+    """Wait for its end and close its pipes."""
+    with process:
+        process.wait()
 
 
 # --- measuring --------------------------------------------------------------------------------------
