@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_hetero.engine.arguments import ARGUMENTS, Argument, NameRow
+from ds_hetero.common.reading import NameRow
+from ds_hetero.engine.arguments import ARGUMENTS, Argument
 from ds_hetero.frameworks.deepspeed.keys import KEYS, Key
-from ds_hetero.frameworks.transformers.model.peft_adapters import ADAPTERS
+from ds_hetero.frameworks.transformers.model.model_checks import ADAPTERS
 from tests.integration.models.test_quantized import parity_table
 from tests.support import ROOT
 

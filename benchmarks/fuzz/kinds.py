@@ -14,9 +14,8 @@ from ds_hetero.cluster import cluster_from_dict, cluster_to_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import Workload
-from ds_hetero.decision.decide import decide
+from ds_hetero.decision.decide import decide, given_plan, needs_planner
 from ds_hetero.decision.facts import JobFacts, ModelFacts
-from ds_hetero.decision.resolve import given_plan, needs_planner
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.errors import ConfigError, HeteroError
 from ds_hetero.models import model_from_config

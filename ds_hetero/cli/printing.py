@@ -14,7 +14,7 @@ from ds_hetero.cost.model import Prediction
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipeline_search.finish import Finished, memory_bytes
-from ds_hetero.values.plans.reading import SCENARIO
+from ds_hetero.values.plans.plan import SCENARIO
 
 PICTURES = (".svg", ".png")
 PLANS = (".json", ".html")

@@ -28,7 +28,7 @@ from ds_hetero.planner.planning import check_workload, strategy
 from ds_hetero.reporting.described_plan import PlanScenario
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.plans import Plan, read_plan
-from ds_hetero.values.plans.reading import SCENARIO
+from ds_hetero.values.plans.plan import SCENARIO
 from ds_hetero.values.schedule import Schedule
 
 if TYPE_CHECKING:

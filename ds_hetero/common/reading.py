@@ -8,16 +8,22 @@ are too large, nesting that exhausts the stack, YAML aliases that expand to mill
 
 Bounds of numbers (`MAX_RANKS` and its like) are far above anything that exists, and low enough that nothing overflows
 further down: sums of what they bound fit into 64 bits, and their products into a float. Nothing here imports torch.
+
+Tables that decide what becomes of a name that a user gives, a key of DeepSpeed's or an argument, are made of `NameRow`.
+What changes what is computed and that nobody has tried must not pass: a row for every name, from which its refusals
+and its page in docs/ are made.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from ds_hetero.errors import HeteroError
 
@@ -308,3 +314,39 @@ def is_pipe(path: str | Path) -> bool:
         return Path(path).is_fifo()
     except (OSError, ValueError):
         return False
+
+
+Kind = Literal["exact", "untried", "harmless", "refused", "ignored"]
+
+
+RowT = TypeVar("RowT", bound="NameRow")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NameRow:
+    """Effect of one name, or of all names of a pattern.
+
+    Args:
+        kind: ``"exact"``: training equals one process with the same value, which a test shows; ``"untried"``: it
+            should, and no machine without a GPU can show it; ``"harmless"``: it changes nothing of what is computed;
+            ``"refused"``: any value that is not in ``off`` ends the job; ``"ignored"``: it is not read in such a job.
+        off: values with which a refused name does nothing. Texts are compared without regard to case.
+    """
+
+    kind: Kind
+    why: str = ""
+    off: tuple[object, ...] = (None, False)
+
+
+def row_of(table: Mapping[str, RowT], name: str) -> RowT | None:
+    """The row of a name, its own or that of the longest pattern with a ``*`` that it fits; None where there is none."""
+    if name in table:
+        return table[name]
+    patterns = [pattern for pattern in table if "*" in pattern and fnmatch.fnmatchcase(name, pattern)]
+    return table[max(patterns, key=len)] if patterns else None
+
+
+def is_in(value: object, values: tuple[object, ...]) -> bool:
+    """Whether ``values`` hold a value of the same type and content."""
+    normal = value.lower() if isinstance(value, str) else value
+    return any(type(normal) is type(other) and normal == other for other in values)

@@ -60,11 +60,6 @@ class SearchedPipelines:
     facts: PipelineFacts  # for which it was searched
 
 
-def wants_search(section: HeterogeneitySection) -> bool:
-    """Whether pipelines are to be searched for at the start of the job."""
-    return section.parallel == "full" and section.schedule == "plan"
-
-
 def check_pipeline_section(section: HeterogeneitySection, inners: Collection[str]) -> None:
     """Refuse keys of the section that stages of pipelines do not follow.
 

@@ -69,7 +69,7 @@ class TrainingFacts:
     """Facts of the training from the configuration. A value that is left out or still ``"auto"`` has its default.
 
     Args:
-        sp_size: sequence-parallel size as it is written; `ds_hetero.decision.resolve.sp_size_of` checks it.
+        sp_size: sequence-parallel size as it is written; `ds_hetero.decision.decide.sp_size_of` checks it.
     """
 
     zero_stage: int = 0  # 0 to 3

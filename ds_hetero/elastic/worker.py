@@ -122,8 +122,7 @@ _own: Worker | None = None
 def own_worker() -> Worker | None:
     """This process as a worker, started at the first call; None in a job that is not elastic."""
     global _own
-    place = NodePlace.of_environment()
-    if place is None or AGENT not in os.environ or ROUND not in os.environ or "RANK" not in os.environ:
+    if any(name not in os.environ for name in (AGENT, ROUND, "RANK")) or (place := NodePlace.of_environment()) is None:
         return None
     if _own is None:
         _own = Worker(

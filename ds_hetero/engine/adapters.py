@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ds_hetero.decision.facts import ModelFacts
 from ds_hetero.engine.forward_mode import Wanted
 from ds_hetero.engine.patching import Function, Patches
-from ds_hetero.job.request import ReplicaBatches
+from ds_hetero.job.start import ReplicaBatches
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.data.shard_info import ShardInfo
 from ds_hetero.runtime.data.shards import Batch, Entries

@@ -36,8 +36,7 @@ from ds_hetero.engine.patching import Patches
 from ds_hetero.errors import HeteroError, PeerError, StepError
 from ds_hetero.runtime.peers.board import FAILED, STOPPED
 from ds_hetero.runtime.peers.calls import ranks_text
-from ds_hetero.runtime.peers.waiting import is_lost_peer, lost_peer_error
-from ds_hetero.runtime.peers.watch import current_watch
+from ds_hetero.runtime.peers.watch import current_watch, is_lost_peer, lost_peer_error
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import nn
 
 from ds_hetero.decision.batches import as_whole
-from ds_hetero.decision.decide import JobStart
+from ds_hetero.decision.decide import JobStart, sp_size_of
 from ds_hetero.decision.decide_pipelines import inners_of
 from ds_hetero.decision.facts import JobFacts
-from ds_hetero.decision.resolve import sp_size_of
 from ds_hetero.decision.start_text import announce
 from ds_hetero.engine.adapters import Adapters, ModelAdapter, SplitModel, StagedModel
 from ds_hetero.engine.ds_config import read_training_facts, section_of
@@ -33,12 +32,19 @@ from ds_hetero.job.monitor import (
     steps_between,
 )
 from ds_hetero.job.replanning import PlanSearch, Replanning, ScheduleSearch, has_schedules_to_change
-from ds_hetero.job.request import Request, agree_on_request
 from ds_hetero.job.run_record import RunRecord
 from ds_hetero.job.searches import BatchSearch, LayerSearch
-from ds_hetero.job.start import MeasuredClusters, World, agree_on_facts, announce_start, start_job
+from ds_hetero.job.start import (
+    MeasuredClusters,
+    Request,
+    World,
+    agree_on_facts,
+    agree_on_request,
+    announce_start,
+    start_job,
+)
 from ds_hetero.job.stragglers import OF_LAYERS, OF_SAMPLES, OF_TOKENS, Remedy, Stragglers
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.placement import Placer
@@ -235,7 +241,7 @@ class Registry:
         Args:
             model: a PreTrainedModel, or a module around one; any module where the sequence-parallel size is 1.
             ds_config: DeepSpeed's configuration, with a section.
-            sp_sizes: see `ds_hetero.decision.resolve.sp_size_of`.
+            sp_sizes: see `ds_hetero.decision.decide.sp_size_of`.
 
         Caller: every rank of the world.
         """
@@ -264,13 +270,16 @@ class Registry:
             known.model.expect_section(start.section)
         elif start.section.tile_tokens is not None:
             known.model.tile(start.section.tile_tokens)
-        placer = agree_on_placer(world, start, replica.replica_id)
+        by_documents = start.section.placement.mode != "stream"
+        placer = agree_on_placer(world, start, replica.replica_id) if by_documents else None
         known.model.place_documents(placer)
         known.zones = None if placer is None else DocumentZones(placer.costs.node)
         takes_advice = placer is None and not isinstance(known.model, WholeModel) and not known.model.cuts_inputs
-        advice = DocumentAdvice(start.section, start.forecasts) if takes_advice else None
-        by_forecasts = (known.prediction_check, advice) if start.forecasts else ()
-        observers = [one for one in (*by_forecasts, known.zones) if one is not None]
+        observers: list[PredictionCheck | DocumentAdvice | DocumentZones] = []
+        if start.forecasts:
+            observers.append(known.prediction_check)
+            observers += [DocumentAdvice(start.section, start.forecasts)] if takes_advice else []
+        observers += [] if known.zones is None else [known.zones]
         known.model.record_batches([one.record_batch for one in observers])
         if world.rank == 0:
             announce_start(start)

@@ -34,7 +34,7 @@ from ds_hetero.gradient_sync.transfers import (
     token_weights,
 )
 from ds_hetero.runtime.collectives import message_device
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups
 from ds_hetero.sharding.gradient_chunks import Box, Bucket, Chunk, ParameterLayout, chunks_of, fuse
 from ds_hetero.sharding.zero_partition import ALIGNMENT

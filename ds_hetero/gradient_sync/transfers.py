@@ -30,7 +30,7 @@ from torch.profiler import record_function
 
 from ds_hetero.errors import SyncError
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.sharding.gradient_chunks import Box, Bucket, Chunk, Cut, ParameterLayout, box_size, overlaps
 
 

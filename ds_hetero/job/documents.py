@@ -28,8 +28,8 @@ from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import HeterogeneitySection, PlacementSection
 
 
-def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentPlacer | None:
-    """Return what places the batches of one replica by their documents; None where the section does not ask for it.
+def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentPlacer:
+    """Return what places the batches of one replica by their documents, where the section asks for it.
 
     Where the devices are not known, the schedule's token weights stand for their speeds.
 
@@ -39,13 +39,11 @@ def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentP
         replica_id: index of this rank's replica.
 
     Caller: every rank of the world.
-    Collectives: one `on_all_ranks`, where the section asks for it.
+    Collectives: one `on_all_ranks`.
 
     Raises:
         HeteroError: the cost model cannot be asked; on every rank.
     """
-    if start.section.placement.mode == "stream":
-        return None
     flat = world.on_all_ranks(lambda: [c.to_floats() for c in _unit_costs(start)] if world.rank == 0 else None)[0]
     assert flat is not None
     return document_placer(start.section.placement, UnitCosts.from_floats(flat[replica_id]))

@@ -48,8 +48,8 @@ from ds_hetero.job.times_text import events, times_table, utilizations
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.collectives import all_gather_bytes
 from ds_hetero.runtime.devices import default_device, possible_growth
-from ds_hetero.runtime.peers.place import before_forced_exit
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.board import before_forced_exit
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.step_clock import StepClock, StepTimes
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Schedule

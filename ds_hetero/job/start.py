@@ -1,6 +1,6 @@
 """The start of a job: all ranks agree on what they have read, and rank 0 decides for all of them.
 
-    request = agree_on_request(world, read_section)            # `ds_hetero.job.request`: the section and its plan
+    request = agree_on_request(world, read_section)            # the section, parsed once, and its plan file, read once
     facts = agree_on_facts(world, read)                        # every rank reads, all compare
     start = start_job(world, facts, clusters, plan=request.plan)  # of replicas or pipelines, the same on every rank
 
@@ -25,10 +25,20 @@ import torch.distributed as dist
 
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.common.reading import JsonDict, JsonObject, shortened
-from ds_hetero.decision.decide import JobStart, decide, depends_on_measuring
-from ds_hetero.decision.decide_pipelines import idle_keys
-from ds_hetero.decision.facts import JobFacts
-from ds_hetero.decision.resolve import check_plan_fits, is_of_pipelines, needs_planner, replica_size, sp_size_of
+from ds_hetero.decision.batches import plan_of_batches
+from ds_hetero.decision.decide import (
+    JobStart,
+    check_plan_fits,
+    decide,
+    depends_on_measuring,
+    given_plan,
+    is_of_pipelines,
+    needs_planner,
+    replica_size,
+    sp_size_of,
+)
+from ds_hetero.decision.decide_pipelines import check_pipeline_section, idle_keys, inners_of
+from ds_hetero.decision.facts import JobFacts, TrainingFacts
 from ds_hetero.decision.start_text import announce, forecast_text, pipelines_text, plan_text, searched_text
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.capabilities import (
@@ -45,11 +55,11 @@ from ds_hetero.profiler.kernel_probe import profile_cached
 from ds_hetero.reporting.run_file import expect_writable
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.devices import default_device, has_native_bf16
+from ds_hetero.runtime.devices import default_device, device_memory_bytes, has_native_bf16
 from ds_hetero.runtime.peers.calls import ranks_by_value, ranks_text
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.values.baselines import STRATEGIES
-from ds_hetero.values.plans import Plan
+from ds_hetero.values.plans import BatchSplit, Plan
 from ds_hetero.values.section import SECTION, HeterogeneitySection
 
 logger = logging.getLogger(__name__)
@@ -253,7 +263,7 @@ def start_job(
         clusters: measured so far; used where the section says ``"cluster": "measure"``, and added to.
         before: an earlier start with the same model. If the section has not changed, its plan stays, whatever has
             become known of the training since: loaders may rely on it already.
-        plan: in the section's file, see `ds_hetero.job.request.Request`.
+        plan: in the section's file, see `ds_hetero.job.start.Request`.
         read_no_inners: returns why ranks cannot share the work of a stage, see `PipelineFacts`; called on rank 0.
 
     Caller: every rank of the world, once or twice per model.
@@ -340,3 +350,85 @@ def _kept_text(path: Path | None) -> str:
     if path is None:
         return "kept:       nowhere; handle.plan.to_dict() is the content of its file"
     return f'kept:       in {path}; beside "parallel": "full", "schedule": "{path}" runs it again without a search'
+
+
+@dataclass(frozen=True)
+class ReplicaBatches:
+    """The batches of one replica among replicas that take different ones."""
+
+    split: BatchSplit  # the batches of all replicas
+    replica_id: int  # index of this rank's replica
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request to a job.
+
+    Args:
+        plan: in the section's file, or inline in it, or of its batches; None where it names a strategy or asks for a
+            search.
+    """
+
+    section: HeterogeneitySection | None  # the "heterogeneity" section; None where there is none, or it is switched off
+    plan: Plan | None
+
+    @property
+    def is_of_pipelines(self) -> bool:
+        """Whether the model is cut into stages of pipelines, by the plan or by one that is searched for."""
+        return self.section is not None and is_of_pipelines(self.plan, self.section)
+
+    def batches_of(self, rank: int) -> ReplicaBatches | None:
+        """Return the batches of a rank where the replicas of the plan take different ones.
+
+        They are needed before there is a model.
+        """
+        if self.plan is None or self.plan.batch_split is None or self.is_of_pipelines:
+            return None
+        place = self.plan.place_of(rank)
+        assert place is not None
+        return ReplicaBatches(self.plan.batch_split, place[0])
+
+
+@waiting_for_peers("reading what the section asks for")
+def agree_on_request(
+    world: World, read: Callable[[], HeterogeneitySection | None], training: TrainingFacts | None = None
+) -> Request:
+    """Read the section on every rank and compare it; rank 0 reads the plan that it names.
+
+    Args:
+        world: the ranks of the job.
+        read: returns the section; what it raises on any rank is raised on all.
+        training: of the configuration, which says the global batch.
+
+    Caller: every rank of the world.
+    Collectives: one `on_all_ranks`, or two.
+
+    Raises:
+        HeteroError: on every rank, when sections are wrong or differ, the plan does not fit the world, or its stages do
+            not follow a key of the section.
+    """
+
+    def read_own() -> Request:
+        section = read()
+        if section is None or world.rank > 0:
+            return Request(section, None)
+        if takes_batches(section):
+            return Request(section, None)
+        plan = given_plan(section, world.size)
+        if plan is not None and is_of_pipelines(plan, section):
+            check_pipeline_section(section, inners_of(plan))
+        return Request(section, plan)
+
+    by_rank = world.on_all_ranks(read_own)
+    expect_same_sections([request.section for request in by_rank])
+    section = by_rank[0].section
+    if section is None or section.batch is None or not takes_batches(section):
+        return by_rank[0]
+    memory = world.on_all_ranks(device_memory_bytes) if section.batch == "by_speed" else []
+    known = memory if all(memory) else []
+    return Request(section, plan_of_batches(section.batch, training or TrainingFacts(), world.size, known))
+
+
+def takes_batches(section: HeterogeneitySection) -> bool:
+    """Whether a section says batches of ranks that run the whole model."""
+    return section.batch is not None and section.parallel == "sequence"

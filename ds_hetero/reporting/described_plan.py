@@ -31,7 +31,7 @@ from ds_hetero.errors import PlanError
 from ds_hetero.models import model_from_config
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.plans import Plan, read_plan
-from ds_hetero.values.plans.reading import SCENARIO
+from ds_hetero.values.plans.plan import SCENARIO
 from ds_hetero.values.schedule import Schedule
 
 _WORKLOAD = tuple(field.name for field in fields(Workload) if field.name != "zero_cluster")

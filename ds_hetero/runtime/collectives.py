@@ -22,8 +22,7 @@ from torch.distributed import ProcessGroup
 from ds_hetero import errors
 from ds_hetero.errors import CheckpointError, HeteroError, PeerError, StepError
 from ds_hetero.runtime.peers.calls import REMEDY, own_calls, ranks_by_value, ranks_text
-from ds_hetero.runtime.peers.waiting import current_phase, waiting_for_peers
-from ds_hetero.runtime.peers.watch import start_watch
+from ds_hetero.runtime.peers.watch import current_phase, start_watch, waiting_for_peers
 
 T = TypeVar("T")
 

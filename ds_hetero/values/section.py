@@ -2,7 +2,7 @@
 
     section = read_section(content)        # None with "enabled": false
 
-What a section stands for is the part of `ds_hetero.decision.resolve`. Imports no torch.
+What a section stands for is the part of `ds_hetero.decision.decide`. Imports no torch.
 
 The attention kernels by name, best first; configuration, documents and the running half read this list.
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_hetero.runtime.peers.board import Board, Status
+from ds_hetero.runtime.peers.board import Board, Processes, Status, begin_counting, own_collectives
 from ds_hetero.runtime.peers.calls import FETCH, History, own_calls
 from ds_hetero.runtime.peers.diagnosis import Diagnosis
-from ds_hetero.runtime.peers.place import Processes, begin_counting, own_collectives
 from ds_hetero.runtime.peers.watch import start_watch
 from tests.support import run_ranks
 

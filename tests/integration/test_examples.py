@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_hetero.decision.resolve import given_plan
+from ds_hetero.decision.decide import given_plan
 from ds_hetero.engine.ds_config import section_of
 from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import read_section

@@ -13,7 +13,17 @@ from torch import nn
 from ds_hetero.cluster import load_cluster
 from ds_hetero.common.reading import MAX_RANKS, JsonDict, JsonObject, is_whole, read_file, shortened, whole_rule
 from ds_hetero.decision.batches import as_whole, plan_of_batches
-from ds_hetero.decision.decide import COST_MODEL, decide
+from ds_hetero.decision.decide import (
+    COST_MODEL,
+    clusters_of_replicas,
+    decide,
+    given_plan,
+    is_of_pipelines,
+    needs_planner,
+    replica_size,
+    sp_size_of,
+    wants_search,
+)
 from ds_hetero.decision.decide_pipelines import (
     PipelineFacts,
     check_pipeline_section,
@@ -23,17 +33,8 @@ from ds_hetero.decision.decide_pipelines import (
     inners_of,
     pipelines_workload,
     search_pipelines,
-    wants_search,
 )
 from ds_hetero.decision.facts import NO_MODEL, JobFacts, ModelFacts
-from ds_hetero.decision.resolve import (
-    clusters_of_replicas,
-    given_plan,
-    is_of_pipelines,
-    needs_planner,
-    replica_size,
-    sp_size_of,
-)
 from ds_hetero.decision.start_text import forecast_text, judged_text, pipelines_text, searched_text
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.errors import ConfigError, HeteroError, PlanError

@@ -42,7 +42,7 @@ from ds_hetero.planner import plan as plan_schedule
 from ds_hetero.planner.planned import Planned, PlannedPipelines, PlannedSchedule
 from ds_hetero.planner.planning import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
 from ds_hetero.reporting.described_plan import assumed_line, assumptions
-from ds_hetero.values.plans.reading import SCENARIO
+from ds_hetero.values.plans.plan import SCENARIO
 
 if TYPE_CHECKING:
     from ds_hetero.planner.documents.for_lengths import PlannedForLengths

@@ -13,7 +13,7 @@ from ds_hetero.cli.scenario import CLUSTERS_OF_REPLICAS, Scenario, scenario_opti
 from ds_hetero.common.text import time_text
 from ds_hetero.planner.micro_batches import ReplicasPlan, plan_replicas
 from ds_hetero.values.plans import Plan
-from ds_hetero.values.plans.reading import SCENARIO
+from ds_hetero.values.plans.plan import SCENARIO
 
 
 @click.command

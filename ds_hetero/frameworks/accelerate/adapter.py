@@ -30,13 +30,18 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ds_hetero.engine.agreement import agree_on_configuration
-from ds_hetero.engine.ds_config import enabled, read_training_facts, says_batches, size_of_configuration
+from ds_hetero.engine.ds_config import (
+    agree_on_configuration,
+    enabled,
+    read_training_facts,
+    says_batches,
+    size_of_configuration,
+)
 from ds_hetero.engine.loader import LoaderByMode, WholeLoader
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
-from ds_hetero.job.request import ReplicaBatches
+from ds_hetero.job.start import ReplicaBatches
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.sampling import replica_samples
 

@@ -31,10 +31,9 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ds_hetero.common.text import listed
-from ds_hetero.decision.resolve import sp_size_of
+from ds_hetero.decision.decide import sp_size_of
 from ds_hetero.decision.start_text import announce
-from ds_hetero.engine.agreement import agree_on_configuration
-from ds_hetero.engine.ds_config import DsConfig, enabled, says_batches
+from ds_hetero.engine.ds_config import DsConfig, agree_on_configuration, enabled, says_batches
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import ModelError
@@ -68,11 +67,11 @@ from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine, expec
 from ds_hetero.frameworks.deepspeed.protocols import Arguments
 from ds_hetero.frameworks.deepspeed.saving import copy_script_last
 from ds_hetero.frameworks.deepspeed.ulysses import SequenceParallelState, Ulysses, size_in_configuration
-from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3, stage3_shards
+from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.job.start import World
 from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.step_clock import IDLE, running_clock
 from ds_hetero.values.section import SECTION, expect_section_name
 
@@ -85,8 +84,8 @@ def install(registry: Registry) -> None:
     replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", ulysses.adapter)
     replace(deepspeed, "initialize", lambda stock: _initializing(registry, ulysses, stock))
     install_tiled_loss(registry)
-    replace(deepspeed.zero.Init, "_all_gather", stage3_shards.gathering)
-    replace(deepspeed.zero.Init, "_partition_param", stage3_shards.writing_back)
+    replace(deepspeed.zero.Init, "_all_gather", stage3.gathering)
+    replace(deepspeed.zero.Init, "_partition_param", stage3.writing_back)
     for name in COLLECTIVES:
         replace(TorchBackend, name, _timed)
     for name in HANDLES:

@@ -34,7 +34,7 @@ from ds_hetero.frameworks.deepspeed.saving import restore_random_states, save_wh
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.job.monitor import PredictionCheck, StepMonitor
 from ds_hetero.runtime.peers.calls import FORWARD, own_calls
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 from ds_hetero.values.section import SECTION
 

@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's that is no files: its parts are taken by reference, and loaded from memory.
+"""Parts of a checkpoint of DeepSpeed's, in files or in no files: taken by reference then, and loaded from memory.
 
 DeepSpeed's own methods say what belongs to a checkpoint and put it back, through their checkpoint engine; so any layout
 of the parts loads under any other, as from disk.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_hetero.errors import CheckpointError
-from ds_hetero.frameworks.deepspeed.protocols import Engine
+from ds_hetero.frameworks.deepspeed.protocols import Engine, State
 
 _TAG = "memory"
 
@@ -108,3 +111,20 @@ def load_parts(engine: Engine, parts: Mapping[str, Any]) -> None:
             _states.clear()
     if loaded is None:
         raise CheckpointError("DeepSpeed did not load the state that was kept in memory; its message is above.")
+
+
+def read_part(file: str) -> State:
+    """A file of a checkpoint; of its tensors nothing is read until it is used.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    if (in_memory := state_in_memory(file)) is not None:
+        return in_memory
+    try:
+        content: State = torch.load(file, map_location="cpu", mmap=zipfile.is_zipfile(file), weights_only=False)
+    except FileNotFoundError:
+        raise CheckpointError(f"{os.path.basename(file)} is missing") from None
+    except Exception as error:  # torch.load raises what it meets in the bytes
+        raise CheckpointError(f"{os.path.basename(file)} cannot be read ({type(error).__name__}: {error})") from None
+    return content

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ds_hetero.common.reading import shortened
+from ds_hetero.common.reading import NameRow, is_in, row_of, shortened
 from ds_hetero.common.text import nearest
-from ds_hetero.engine.arguments import NameRow, is_in, row_of
 from ds_hetero.engine.ds_config import DsConfig
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.protocols import Content

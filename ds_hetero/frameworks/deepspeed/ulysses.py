@@ -16,8 +16,7 @@ import deepspeed.runtime.sequence_parallel.parallel_state_sp as stock_mpu
 import torch
 import torch.distributed as dist
 
-from ds_hetero.engine.agreement import agree_on_configuration
-from ds_hetero.engine.ds_config import DsConfig, enabled, read_training_facts
+from ds_hetero.engine.ds_config import DsConfig, agree_on_configuration, enabled, read_training_facts
 from ds_hetero.engine.forward_mode import wanted_results
 from ds_hetero.engine.loader import ModelLoader, WholeLoader
 from ds_hetero.engine.patching import Function

@@ -25,7 +25,7 @@ from ds_hetero.runtime.data.loss_units import Batch, Probe, UnitCounts, labels_o
 from ds_hetero.runtime.data.sample_loader import MicroBatchWeights
 from ds_hetero.runtime.data.sampling import reader_inside
 from ds_hetero.runtime.loss import scaled_loss
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.values.section import SECTION
 
 _MEANS = frozenset({"SFTTrainer"})  # of TRL, whose loss is a sum over tokens, divided by the Trainer's items

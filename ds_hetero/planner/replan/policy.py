@@ -11,10 +11,6 @@ Three rules keep noise from moving work:
 2. It is taken once its mean gain exceeds ``min_gain`` by three standard errors of that mean. Small gains therefore
    need more observations than large ones.
 3. Every recent change doubles the gain that the next one must promise, so even a wrong model stops changing.
-
-Costs of some optimizer steps under one schedule on every rank: the evidence that re-planning decides on.
-
-Cost of a unit of work on one rank, from step to step: the median over some steps, and how far to trust it.
 """
 
 from __future__ import annotations
@@ -27,46 +23,6 @@ from statistics import fmean, median
 from typing import Any, Protocol
 
 from ds_hetero.values.schedule import Schedule
-
-LEAST_ERROR = 0.003  # relative; few steps can agree by chance
-_KEPT_CHANGES = 64
-_SPREAD_OF_MEDIAN = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
-_ERROR_OF_MEDIAN = 1.2533  # its standard error over that of the mean
-
-
-class UnitCost:
-    """Seconds per unit of one kind of work on one rank.
-
-    The spread is taken from the differences of successive steps, over many of them. Hence a change of speed, however
-    large, is one difference among many, and does not pass for noise.
-    """
-
-    def __init__(self) -> None:
-        self._costs: list[float] = []
-        self._last: float | None = None
-        self._changes: deque[float] = deque(maxlen=_KEPT_CHANGES)
-
-    def add(self, seconds: float, units: float) -> None:
-        """One step; a step without work, or too short to be measured, says nothing."""
-        if seconds <= 0 or units <= 0:
-            return
-        cost = seconds / units
-        if self._last is not None:
-            self._changes.append(abs(log(cost / self._last)))
-        self._last = cost
-        self._costs.append(cost)
-
-    def take(self) -> tuple[float | None, float]:
-        """Median cost of the steps since the last call, and its relative standard error; None, 0 without any."""
-        costs, self._costs = self._costs, []
-        if not costs:
-            return None, 0.0
-        spread = _SPREAD_OF_MEDIAN / sqrt(2) * median(self._changes) if self._changes else 0.0
-        return median(costs), max(_ERROR_OF_MEDIAN * spread / sqrt(len(costs)), LEAST_ERROR)
-
-    def restart(self) -> None:
-        """Forget the steps since the last `take`; what is known of the spread stays."""
-        self._costs, self._last = [], None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from ds_hetero.runtime.documents import (
     position_moments,
     rows_of,
 )
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import Placement, stream_placement
 from ds_hetero.values.schedule import Schedule

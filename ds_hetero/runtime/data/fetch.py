@@ -28,7 +28,7 @@ from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, rais
 from ds_hetero.runtime.data.shards import Entries, PlacedBatch, WholeBatch, place
 from ds_hetero.runtime.data.whole_batches import WholeBatches
 from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import Placer
 from ds_hetero.values.plans import BatchSplit

@@ -31,7 +31,7 @@ from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, steps
 from ds_hetero.runtime.data.shard_exchange import exchange_shards, manifest
 from ds_hetero.runtime.data.shards import Entries, PlacedBatch, WholeBatch, filler_batch, place
 from ds_hetero.runtime.data.whole_batches import WholeBatches
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import Placer
 from ds_hetero.values.plans import BatchSplit

@@ -36,7 +36,7 @@ from ds_hetero.runtime.data.sampling import (
 )
 from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.peers.calls import own_calls
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.plans import BatchSplit
 

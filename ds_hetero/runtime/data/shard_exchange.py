@@ -31,7 +31,7 @@ from ds_hetero.errors import BatchError
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach
 from ds_hetero.runtime.data.shards import Batch, Entries, PlacedBatch, cut
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import Placement, Placer, Rows
 

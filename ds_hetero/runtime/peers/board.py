@@ -1,4 +1,4 @@
-"""Messages of the ranks of a job in its key-value store, where no collective can help any more.
+"""Place of every rank, and what ranks tell each other in the key-value store, where no collective can help any more.
 
     asked            how often ranks have asked where the others are; who sees it grow writes its status
     status/RANK      where that rank is
@@ -6,23 +6,36 @@
     diagnosis        why the job cannot go on; the first one counts
 
 A store that cannot be reached raises `torch.distributed.DistError` or a RuntimeError, from any method.
+
+Where the main thread of this process is, is read from its stack: no bookkeeping while it runs. Of the processes of
+other ranks, those of the same host and container are looked at.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import socket
+import sys
+import sysconfig
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from pathlib import Path
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    TCPStore,
+    distributed_c10d,
+)
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.runtime.peers.calls import History
+from ds_hetero.runtime.peers.calls import History, own_calls
 
 ENDED, FAILED, STOPPED = "ended", "failed", "stopped"
 
@@ -177,3 +190,224 @@ def default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+_PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), _PACKAGE)
+_ENGINES = ("/deepspeed/", _PACKAGE)
+# Files through which a collective is called, by a script as well as by an engine.
+_WRAPPERS = ("/torch/", "/deepspeed/comm/", "/deepspeed/utils/", f"{_PACKAGE}frameworks/deepspeed/engine.py")
+# Files in whose functions a thread waits for other ranks.
+_WAITING = (
+    "/torch/distributed/",
+    "/deepspeed/comm/",
+    "/deepspeed/runtime/zero/",
+    f"{_PACKAGE}frameworks/deepspeed/zero/",
+    f"{_PACKAGE}gradient_sync/",
+    f"{_PACKAGE}runtime/",
+)
+_COLLECTIVES = {
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "gather", "scatter"),
+    *("reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+}
+_MAKING_GROUPS = ("_new_process_group_helper", "_store_based_barrier")
+
+
+class Place(NamedTuple):
+    """Where a thread is.
+
+    Args:
+        in_store: whether the innermost function makes a process group, whose ranks find each other by the store.
+    """
+
+    mark: tuple[int, ...]  # equal as long as it has not moved
+    text: str  # the line of the script and the function that it is in, for people
+    waits: bool  # whether the innermost function is one that waits for other ranks
+    in_script: bool  # whether the script called that itself, past this engine
+    in_store: bool = False
+
+
+class Stay:
+    """For how long the main thread has been in one place, without a call that all ranks make.
+
+    Attributes:
+        place: where it was at the latest look.
+        since_s: when it was first seen there, on the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # two threads look
+        self.place, self._num_calls, self.since_s = own_place(), own_calls.number, time.monotonic()
+
+    @property
+    def unchanged_s(self) -> float:
+        """Seconds since `since_s`."""
+        return time.monotonic() - self.since_s
+
+    def look(self) -> None:
+        """See where the main thread is now."""
+        with self._lock:
+            place = own_place()
+            if own_calls.number != self._num_calls or place.mark != self.place.mark:
+                self._num_calls, self.place, self.since_s = own_calls.number, place, time.monotonic()
+
+
+def own_place() -> Place:
+    """Where the main thread is now."""
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None:
+        return Place((0,), "nowhere", False, False)
+    waits = any(part in innermost.f_code.co_filename for part in _WAITING)
+    caller = _first(innermost, lambda file: not any(part in file for part in _WRAPPERS))
+    is_ours = caller is not None and any(part in caller.f_code.co_filename for part in _ENGINES)
+    line = _first(innermost, lambda file: not file.startswith(_LIBRARIES))
+    where = "" if line is None else f" at {Path(line.f_code.co_filename).name}:{line.f_lineno}"
+    mark = id(innermost), innermost.f_lasti
+    name = innermost.f_code.co_name
+    return Place(mark, f"{name}{where}", waits, waits and not is_ours, in_store=name in _MAKING_GROUPS)
+
+
+def own_collectives() -> tuple[Collective | None, dict[str, int]]:
+    """The collective of torch's that the main thread waits in, and how many it has begun, by process group.
+
+    The functions of torch.distributed hold their group in a local variable, and process groups count their collectives:
+    both are read where they are, and a call costs nothing. Numbers are those since `begin_counting`.
+    """
+    counts = {name: number - _counts_before.get(name, 0) for name, number in _counts().items()}
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None or innermost.f_code.co_filename != distributed_c10d.__file__:
+        return None, counts
+    name, group = innermost.f_code.co_name, innermost.f_locals.get("group")
+    if name not in _COLLECTIVES or not isinstance(group, dist.ProcessGroup):
+        return None, counts
+    return Collective(name, group.group_name, dist.get_process_group_ranks(group)), counts
+
+
+def begin_counting() -> None:
+    """Let `own_collectives` count from here on; every rank calls it at the same place.
+
+    gloo counts messages from rank to rank among the collectives, of which ranks send unequally many: these are counted,
+    too, and subtracted.
+    """
+    global _counts_before
+    _count_messages()
+    _num_messages.clear()
+    _counts_before = _counts()
+
+
+_counts_before: dict[str, int] = {}
+_num_messages: Counter[str] = Counter()  # of gloo, by process group
+_lock_of_messages = threading.Lock()
+
+
+def _counts() -> dict[str, int]:
+    """Collectives begun so far, by process group."""
+    groups: Any = distributed_c10d._world.pg_map
+    numbers = {str(group.group_name): int(group._get_sequence_number_for_group()) for group in groups}
+    return {name: number - _num_messages[name] for name, number in numbers.items()}
+
+
+@functools.cache  # once per process
+def _count_messages() -> None:
+    for name in ("send", "recv", "recv_anysource"):
+        setattr(dist.ProcessGroup, name, _counted(getattr(dist.ProcessGroup, name)))
+
+
+def _counted(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_backend(group) == "gloo":
+            with _lock_of_messages:
+                _num_messages[group.group_name] += 1
+        return stock(group, *args, **kwargs)
+
+    return counted
+
+
+def _first(frame: FrameType | None, matches: Callable[[str], bool]) -> FrameType | None:
+    """The innermost frame whose file matches, from ``frame`` outwards."""
+    while frame is not None and not matches(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+_GONE = "ZX-"
+_EXITING = 0x4  # of the kernel's flags of a process: it gives its memory back, which takes a while, and answers nobody
+
+
+class Processes:
+    """The processes of all ranks.
+
+    Args:
+        board: by which ranks tell each other who they are.
+        size: number of ranks.
+
+    Caller: every rank; waits until all have introduced themselves.
+    """
+
+    def __init__(self, board: Board, rank: int, size: int) -> None:
+        pid = os.getpid()
+        board.introduce(rank, {"host": _host(), "pid": pid, "started": _state(pid, "")[1]})
+        processes: list[JsonDict] = []
+        while len(processes) < size:
+            process = board.process(len(processes))
+            if process is None:
+                time.sleep(0.005)
+            else:
+                processes.append(process)
+        own_host = processes[rank]["host"]
+        self._here = {number: process for number, process in enumerate(processes) if process["host"] == own_host}
+
+    def dead(self) -> list[int]:
+        """Ranks of this host whose process is gone."""
+        return self._in_state(_GONE)
+
+    def has_lost_rank_0(self) -> bool:
+        """Whether rank 0 is of this host, and its process gone."""
+        process = self._here.get(0)
+        return process is not None and _state(process["pid"], process["started"])[0] in _GONE
+
+    def stopped(self) -> list[int]:
+        """Ranks of this host whose process is stopped by a signal."""
+        return self._in_state("T")
+
+    def _in_state(self, states: str) -> list[int]:
+        return [rank for rank, process in self._here.items() if _state(process["pid"], process["started"])[0] in states]
+
+
+def _host() -> str:
+    """Which processes can see each other's state: those of one host and one container."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()} {os.getpid()}"
+
+
+def _state(pid: int, started: str) -> tuple[str, str]:
+    """State letter and start time of a process; state "-" where it does not exist or is another one, "X" on its way."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "-", ""
+    state = "X" if int(fields[6]) & _EXITING else fields[0]
+    return (state, fields[19]) if started in ("", fields[19]) else ("-", "")
+
+
+_calls: list[Callable[[str], object]] = []
+
+
+def before_forced_exit(call: Callable[[str], object]) -> Callable[[], None]:
+    """Register ``call``, which gets the reason before a process that waits in vain is ended, in the watch's thread.
+
+    Returns:
+        What takes this back.
+    """
+    _calls.append(call)
+    return lambda: _calls.remove(call) if call in _calls else None
+
+
+def run_before_forced_exit(reason: str) -> None:
+    """Call what was given to `before_forced_exit`."""
+    for call in _calls:
+        call(reason)

@@ -15,7 +15,7 @@ from ds_hetero.errors import BatchError
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.shards import Entries, WholeBatch, read_batch
 from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.values.plans import Plan
 
 

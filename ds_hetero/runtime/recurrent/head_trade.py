@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.devices import copied_to
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, Clock
 from ds_hetero.values.placement import Placement, Range, Rows

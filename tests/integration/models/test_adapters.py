@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from ds_hetero.frameworks.transformers.model.peft_adapters import ADAPTERS, adapter_problems
+from ds_hetero.frameworks.transformers.model.model_checks import ADAPTERS, adapter_problems
 from tests.integration.tiny import (
     UNEVEN_2,
     assert_same_parameters,

@@ -145,7 +145,7 @@ def _move_shards(rank: int) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import CommDebugMode
 
-    from ds_hetero.frameworks.deepspeed.zero.stage3_shards import all_gather_shards, own_shard, reduce_to_owners
+    from ds_hetero.frameworks.deepspeed.zero.stage3 import all_gather_shards, own_shard, reduce_to_owners
 
     deepspeed.init_distributed("gloo")
     for weights in ((1, 2, 3), (5, 0.1, 1)):
@@ -180,7 +180,7 @@ def _use_parameters(rank: int) -> None:
         safe_set_full_optimizer_state,
     )
 
-    from ds_hetero.frameworks.deepspeed.zero.stage3_shards import is_weighted
+    from ds_hetero.frameworks.deepspeed.zero.stage3 import is_weighted
 
     weights = (3, 1)
     with deepspeed.zero.Init(config_dict_or_path=ds_config(3, ONE_EACH)):

@@ -17,8 +17,7 @@ from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts, worklo
 from ds_hetero.engine.ds_config import enabled, read_training_facts, section_of
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError, ModelError, PlanError
-from ds_hetero.job.request import Request, agree_on_request
-from ds_hetero.job.start import MeasuredClusters, World, agree_on_facts, start_job
+from ds_hetero.job.start import MeasuredClusters, Request, World, agree_on_facts, agree_on_request, start_job
 from ds_hetero.models import load_model
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.section import read_section

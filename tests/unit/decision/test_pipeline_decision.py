@@ -9,6 +9,7 @@ import pytest
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
+from ds_hetero.decision.decide import given_plan, is_of_pipelines, wants_search
 from ds_hetero.decision.decide_pipelines import (
     PipelineFacts,
     check_pipeline_section,
@@ -16,10 +17,8 @@ from ds_hetero.decision.decide_pipelines import (
     idle_keys,
     pipelines_workload,
     search_pipelines,
-    wants_search,
 )
 from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts, workload_of
-from ds_hetero.decision.resolve import given_plan, is_of_pipelines
 from ds_hetero.decision.start_text import pipelines_text
 from ds_hetero.errors import ConfigError
 from ds_hetero.models import load_model

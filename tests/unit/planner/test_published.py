@@ -11,7 +11,7 @@ from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
-from ds_hetero.decision.resolve import expect_planners, needs_measuring, resolve
+from ds_hetero.decision.decide import expect_planners, needs_measuring, resolve
 from ds_hetero.errors import ConfigError, PlanError
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan, strategy

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_hetero.job.times import UnitCost
 from ds_hetero.planner.replan.planned import ProportionalEstimate, attention_shares
-from ds_hetero.planner.replan.policy import Observation, Policy, ProposedChange, UnitCost, mean_observation
+from ds_hetero.planner.replan.policy import Observation, Policy, ProposedChange, mean_observation
 from ds_hetero.values.baselines import ring, ulysses, usp
 from ds_hetero.values.schedule import Group, Schedule
 

@@ -14,9 +14,18 @@ import pytest
 
 from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.cost import Workload
-from ds_hetero.decision.decide import Searcher, decide, forecast
+from ds_hetero.decision.decide import (
+    Searcher,
+    decide,
+    forecast,
+    given_plan,
+    is_of_pipelines,
+    needs_measuring,
+    needs_planner,
+    resolve,
+    sp_size_of,
+)
 from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts
-from ds_hetero.decision.resolve import given_plan, is_of_pipelines, needs_measuring, needs_planner, resolve, sp_size_of
 from ds_hetero.decision.start_text import forecast_text
 from ds_hetero.engine.ds_config import section_of
 from ds_hetero.errors import ClusterError, ConfigError, HeteroError, PlanError, ScheduleError

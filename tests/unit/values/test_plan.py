@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ds_hetero
-from ds_hetero.decision.resolve import given_plan
+from ds_hetero.decision.decide import given_plan
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.models import load_model
 from ds_hetero.values.baselines import ring

@@ -60,7 +60,7 @@ from ds_hetero.job.searches import LayerSearch
 from ds_hetero.job.start import World, agree_on_facts, announce_start, start_job
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.runtime.peers.waiting import waiting_for_peers
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.pipeline.batches import samples_of_step
 from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of

@@ -2,105 +2,38 @@
 
 On disk they are always DeepSpeed's own, of as many ranks as saved them, with shards of one size. So DeepSpeed itself
 resumes from them on that many ranks, and its ``zero_to_fp32.py`` and ``ds_to_universal`` convert them. Weighted shards
-are exchanged for equal ones while saving, `equal_shards`; a rank that loads reads what it owns from the files that have
-it, `stage3_saved`.
+are exchanged for equal ones while saving, `equal_shards`; a rank that loads takes
+the ranges that it owns from the files that have them, whatever the weights and the number of ranks are now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
+from deepspeed.checkpoint.constants import (
+    FP32_FLAT_GROUPS,
+    FROZEN_PARAM_FRAGMENTS,
+    FROZEN_PARAM_SHAPES,
+    OPTIMIZER_STATE_DICT,
+    PARAM_SHAPES,
+)
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
-from ds_hetero.frameworks.deepspeed.protocols import Engine, State, ZeroParameter
-from ds_hetero.frameworks.deepspeed.zero.stage3_saved import (
-    Saved,
-    examine_files,
-    expect_same_parameters,
-    own_frozen_shards,
-    own_state,
-)
-from ds_hetero.frameworks.deepspeed.zero.stage3_shards import cut_of, is_weighted, parameter_moves
-from ds_hetero.sharding.zero_partition import cut_as_deepspeed
-
-CHUNK_ELEMENTS = 1 << 26  # of all ranks together, per exchange: bounds the buffers on the device
-
-
-def equal_shards(flat: Tensor, params: Sequence[ZeroParameter], name: str = "weights") -> Tensor:
-    """Exchange weighted shards of parameters, lying side by side, for shards of one size, on the CPU.
-
-        flat     [sum of s]
-        result   [sum of ceil(n / ranks)], the ends padded with zeros
-
-    Caller: every rank, with the same parameters.
-    Collectives: one all_to_all per `CHUNK_ELEMENTS` elements of parameters, or per larger parameter.
-
-    Args:
-        flat: a value for each element of the shards.
-        name: of what is exchanged, for the error.
-
-    Raises:
-        CheckpointError: ``flat`` is no such thing, as with optimizers that quantize their state by blocks.
-    """
-    group = params[0].ds_process_group
-    rank = dist.get_rank(group=group)
-    sizes = [cut_of(param).sizes[rank] for param in params]
-    if flat.numel() != sum(sizes):
-        raise CheckpointError(
-            f'the optimizer\'s "{name}" has {flat.numel()} values for {sum(sizes)} elements of parameters, so its '
-            'shards cannot be exchanged. Use another optimizer, or set "zero_partition": "uniform".'
-        )
-    shards = list(torch.split(flat.reshape(-1), sizes))
-    done, first, elements = [], 0, 0
-    for i, param in enumerate(params):
-        elements += param.ds_numel
-        if elements >= CHUNK_ELEMENTS or i == len(params) - 1:
-            done += _exchange(shards[first : i + 1], params[first : i + 1], group)
-            first, elements = i + 1, 0
-    return torch.cat(done)
-
-
-def _exchange(shards: Sequence[Tensor], params: Sequence[ZeroParameter], group: ProcessGroup) -> list[Tensor]:
-    rank, num_ranks = dist.get_rank(group=group), dist.get_world_size(group=group)
-    equal = [cut_as_deepspeed(param.ds_numel, num_ranks) for param in params]
-    # By owner of an equal shard, then by parameter: what each rank sends there.
-    table = [
-        [parameter_moves(param.ds_numel, cut_of(param), cut, owner) for param, cut in zip(params, equal, strict=True)]
-        for owner in range(num_ranks)
-    ]
-    send = [
-        [
-            shard[move.in_source : move.in_source + move.count]
-            for shard, moves in zip(shards, of_owner, strict=True)
-            for move in moves
-            if move.source == rank
-        ]
-        for of_owner in table
-    ]
-    expected = [
-        [(i, move) for i, moves in enumerate(table[rank]) for move in moves if move.source == source]
-        for source in range(num_ranks)
-    ]
-    outgoing = torch.cat([part for parts in send for part in parts] or [shards[0][:0]])
-    outgoing = outgoing.to(get_accelerator().current_device_name())
-    to_rank = [sum(part.numel() for part in parts) for parts in send]
-    from_rank = [sum(move.count for _, move in parts) for parts in expected]
-    incoming = outgoing.new_empty(sum(from_rank))
-    dist.all_to_all_single(incoming, outgoing, from_rank, to_rank, group=group)
-
-    arrived, start = incoming.cpu(), 0
-    done = [torch.zeros(cut.sizes[rank], dtype=arrived.dtype) for cut in equal]
-    for i, move in (pair for parts in expected for pair in parts):
-        done[i][move.in_target : move.in_target + move.count] = arrived[start : start + move.count]
-        start += move.count
-    return done
+from ds_hetero.frameworks.deepspeed.in_memory import read_part
+from ds_hetero.frameworks.deepspeed.protocols import Content, Engine, State, ZeroParameter
+from ds_hetero.frameworks.deepspeed.zero.stage3 import cut_of, equal_shards, is_weighted, parameter_moves
+from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.sharding.zero_partition import Move, cut_as_deepspeed
 
 
 class Stage3Checkpoints:
@@ -163,3 +96,203 @@ class Stage3Checkpoints:
         rank = dist.get_rank(group=optimizer.dp_process_group)
         optimizer.load_state_dict({rank: own_state(saved, optimizer)})
         return True
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where every file of a checkpoint has its shard of a parameter: from ``offset`` on in its ``sub_group``."""
+
+    sub_group: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The files of a checkpoint, by the rank that saved them, and what they hold."""
+
+    model_files: tuple[str, ...]  # names of the files with buffers, frozen parameters and the state of training
+    optimizer_files: tuple[str, ...]  # names of the files with master weights and optimizer state
+    places: Mapping[str, _Place]
+    shapes: Mapping[str, tuple[int, ...]]  # of trained and of frozen parameters
+
+    def moves(self, param: ZeroParameter) -> tuple[Move, ...]:
+        """From which files, and where in their shards, this rank puts its shard of a parameter together."""
+        saved = cut_as_deepspeed(param.ds_numel, len(self.model_files))
+        return parameter_moves(param.ds_numel, saved, cut_of(param), dist.get_rank(group=param.ds_process_group))
+
+
+def examine_files(engine: Engine, load_dir: str, tag: str) -> Saved:
+    """Examine all files of a checkpoint, a share of them on each rank.
+
+    Raises:
+        CheckpointError: files are missing or cannot be read; the same error on every rank.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    first = engine._get_ckpt_name(load_dir, tag, pp_placeholder="0")
+    faults_of_first = _faults_of([first])
+    head = {} if faults_of_first else read_part(first)
+    count = head.get("dp_world_size", 0)
+    model_files = tuple(engine._get_ckpt_name(load_dir, tag, pp_placeholder=str(i)) for i in range(count))
+    optimizer_files = tuple(_optimizer_file(engine, load_dir, tag, i) for i in range(count))
+    own_share = (model_files + optimizer_files)[rank::num_ranks]
+    faults = set[str]().union(*on_all_ranks(lambda: faults_of_first | _faults_of(own_share)))
+    if faults:
+        raise CheckpointError(
+            f"the checkpoint {os.path.join(load_dir, tag)} is incomplete: {'; '.join(sorted(faults))}. "
+            "Load an earlier one."
+        )
+    places, shapes = {}, {}
+    for sub_group, of_group in enumerate(head[PARAM_SHAPES]):
+        shards = [cut_as_deepspeed(prod(shape), count).sizes[0] for shape in of_group.values()]
+        for (name, shape), offset in zip(of_group.items(), accumulate(shards, initial=0), strict=False):
+            places[name] = _Place(sub_group, offset)
+            shapes[name] = tuple(shape)
+    shapes |= {name: tuple(shape) for name, shape in (head.get(FROZEN_PARAM_SHAPES) or {}).items()}
+    return Saved(model_files, optimizer_files, places, shapes)
+
+
+def _optimizer_file(engine: Engine, load_dir: str, tag: str, rank: int) -> str:
+    """The name has a prefix by the type that the model was trained in."""
+    names = [
+        str(engine._get_rank_zero_ckpt_name(load_dir, tag, engine.checkpoint_mp_rank, rank, bf16_mode=bf16))
+        for bf16 in (engine.bfloat16_enabled(), not engine.bfloat16_enabled())
+    ]
+    return next((name for name in names if os.path.exists(name)), names[0])
+
+
+def _faults_of(files: Iterable[str]) -> set[str]:
+    """Say which files are missing or damaged."""
+    return {fault for file in files if (fault := _fault_of(file))}
+
+
+def _fault_of(file: str) -> str:
+    try:
+        read_part(file)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def expect_same_parameters(saved: Saved, engine: Engine) -> None:
+    """Check that the checkpoint is of the parameters that the engine trains.
+
+    Raises:
+        CheckpointError: it is not; the same error on every rank.
+    """
+    wanted = {name: tuple(shape) for group in engine._get_zero_param_shapes() for name, shape in group.items()}
+    faults = {
+        "missing": sorted(wanted.keys() - saved.places.keys()),
+        "not in this model": sorted(saved.places.keys() - wanted.keys()),
+        "of another shape": [
+            f"{name} {saved.shapes[name]} instead of {shape}"
+            for name, shape in wanted.items()
+            if saved.shapes.get(name, shape) != shape
+        ],
+    }
+    if any(faults.values()):
+        listed = "; ".join(f"{what}: {', '.join(names[:5])}" for what, names in faults.items() if names)
+        raise CheckpointError(
+            f"the checkpoint is of another model, or of one with other trained parameters. {listed}. "
+            "Load it into the model that it was saved from."
+        )
+
+
+def own_state(saved: Saved, optimizer: Any) -> State:
+    """The state dict that this rank would have saved with the shards that it has now."""
+    rank = dist.get_rank(group=optimizer.dp_process_group)
+    weights = [torch.zeros(flat.shape, dtype=flat.dtype) for flat in optimizer.fp32_partitioned_groups_flat]
+    states: list[State] = [{} for _ in weights]
+    by_source: dict[int, list[tuple[int, int, _Place, Move]]] = {}
+    for i, group in enumerate(optimizer.fp16_groups):
+        offset = 0
+        for param in group:
+            place = saved.places[optimizer.param_names[param]]
+            for move in saved.moves(param):
+                by_source.setdefault(move.source, []).append((i, offset, place, move))
+            offset += cut_of(param).sizes[rank]
+
+    file: State = {}
+    for source, moves in sorted(by_source.items()):
+        file = read_part(saved.optimizer_files[source])[OPTIMIZER_STATE_DICT]
+        for i, offset, place, move in moves:
+            _copy(file, place, move, offset, weights[i], states[i])
+    inner = _inner_state_dict(optimizer)
+    of_groups = file[OPTIMIZER_STATE_DICT]["param_groups"]
+    if len(of_groups) != len(inner["param_groups"]):
+        raise CheckpointError(
+            f"the checkpoint has {len(of_groups)} groups of parameters, this optimizer has "
+            f"{len(inner['param_groups'])}. Make the optimizer as it was when the checkpoint was saved."
+        )
+    param_groups = [
+        {**theirs, "params": ours["params"]} for theirs, ours in zip(of_groups, inner["param_groups"], strict=True)
+    ]
+    order = [index for group in param_groups for index in group["params"]]
+    return {
+        **file,
+        FP32_FLAT_GROUPS: weights,
+        OPTIMIZER_STATE_DICT: {
+            "state": {index: state for index, state in zip(order, states, strict=True) if state},
+            "param_groups": param_groups,
+        },
+    }
+
+
+def _copy(file: Content, place: _Place, move: Move, offset: int, weights: Tensor, state: State) -> None:
+    """Copy some of one parameter, from one file, into this rank's weights and optimizer state."""
+    flat = file[FP32_FLAT_GROUPS][place.sub_group]
+    source = slice(place.offset + move.in_source, place.offset + move.in_source + move.count)
+    target = slice(offset + move.in_target, offset + move.in_target + move.count)
+    weights[target] = flat.detach()[source]
+    of_optimizer = file[OPTIMIZER_STATE_DICT]
+    order = [index for group in of_optimizer["param_groups"] for index in group["params"]]
+    for name, value in of_optimizer["state"].get(order[place.sub_group], {}).items():
+        if not torch.is_tensor(value) or not value.dim():
+            state.setdefault(name, copy.deepcopy(value))  # optimizers count steps in place, sub-group by sub-group
+            continue
+        if value.numel() != flat.numel():
+            raise CheckpointError(
+                f'the optimizer\'s "{name}" has {value.numel()} values for {flat.numel()} elements of parameters, so '
+                "it can be loaded by DeepSpeed alone, on ranks as they were."
+            )
+        if name not in state:
+            state[name] = torch.zeros(weights.shape, dtype=value.dtype)
+        state[name][target] = value.reshape(-1)[source]
+
+
+def _inner_state_dict(optimizer: Any) -> State:
+    """Of the user's optimizer, which holds parameters only while somebody looks."""
+    optimizer._set_fp32_optimizer_param_groups()
+    state_dict: State = optimizer.optimizer.state_dict()
+    optimizer._clear_fp32_optimizer_param_groups()
+    return state_dict
+
+
+def own_frozen_shards(saved: Saved, engine: Engine, names: set[str]) -> dict[str, Tensor]:
+    """This rank's shards of the frozen parameters, by name.
+
+    Args:
+        saved: from `examine_files`.
+        names: of what the checkpoint holds as frozen, which includes parameters without elements.
+
+    Raises:
+        CheckpointError: the model has frozen parameters that the checkpoint has not, or of another shape.
+    """
+    named: State = {engine.param_names[param]: param for param in engine.module.parameters()}
+    frozen = {name: param for name, param in named.items() if name in names or not param.requires_grad}
+    for name, param in frozen.items():
+        if saved.shapes.get(name) != tuple(param.ds_shape):
+            raise CheckpointError(
+                f"the checkpoint has the frozen parameter {name} with shape {saved.shapes.get(name)}, this model with "
+                f"{tuple(param.ds_shape)}. Load it into the model that it was saved from."
+            )
+    shards = {name: torch.zeros(p.ds_tensor.shape, dtype=p.ds_tensor.dtype) for name, p in frozen.items()}
+    by_source: dict[int, list[tuple[str, Move]]] = {}
+    for name, param in frozen.items():
+        for move in saved.moves(param):
+            by_source.setdefault(move.source, []).append((name, move))
+    for source, moves in sorted(by_source.items()):
+        fragments = read_part(saved.model_files[source])[FROZEN_PARAM_FRAGMENTS]
+        for name, move in moves:
+            part = fragments[name][move.in_source : move.in_source + move.count]
+            shards[name][move.in_target : move.in_target + move.count] = part
+    return shards

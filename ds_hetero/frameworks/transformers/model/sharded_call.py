@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ds_hetero.engine.forward_mode import Wanted
+from ds_hetero.engine.adapters import SplitModel
+from ds_hetero.engine.forward_mode import (
+    Wanted,
+)
 from ds_hetero.errors import BatchError, ModelError
-from ds_hetero.frameworks.transformers.model.forward_inputs import Called
 from ds_hetero.frameworks.transformers.model.router_losses import adds_router_loss
+from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.shard_exchange import gather_tokens
 from ds_hetero.runtime.data.shard_info import ShardInfo, attach
@@ -37,9 +40,21 @@ from ds_hetero.runtime.data.shards import (
     place,
     read_batch,
 )
-from ds_hetero.runtime.loss import mean_over_replica, token_log_probs
+from ds_hetero.runtime.loss import (
+    mean_over_replica,
+    token_log_probs,
+)
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import stream_placement
+
+
+class Called(SplitModel, Protocol):
+    """A split model of transformers."""
+
+    @property
+    def pretrained(self) -> PretrainedModel:
+        """The model that is called."""
+
 
 logger = logging.getLogger(__name__)
 

@@ -25,12 +25,7 @@ from ds_hetero.frameworks.transformers.model.embeddings import (
     scale_noise,
     with_positions,
 )
-from ds_hetero.frameworks.transformers.model.entrance import Entrance
-from ds_hetero.frameworks.transformers.model.forward_inputs import (
-    expect_shard_shapes,
-    expect_whole,
-    local_batch,
-)
+from ds_hetero.frameworks.transformers.model.entrance import Entrance, expect_shard_shapes, expect_whole, local_batch
 from ds_hetero.frameworks.transformers.model.model_checks import POOLS, decoder_of, embeddings_of, pools, pretrained_of
 from ds_hetero.frameworks.transformers.model.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
 from ds_hetero.frameworks.transformers.model.router_losses import (

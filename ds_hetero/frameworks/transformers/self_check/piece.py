@@ -8,7 +8,7 @@ Features of a batch that show more of a model than those before it: the self-che
 
 A model may have code for padding, for packed documents or for an argument that its first batch does not have. Features
 are few, and cheap to see. A value of one token is none of them: a module that looks for certain tokens is known by its
-name alone, see `ds_hetero.frameworks.transformers.model.peft_adapters`.
+name alone, see `ds_hetero.frameworks.transformers.model.model_checks`.
 """
 
 from __future__ import annotations

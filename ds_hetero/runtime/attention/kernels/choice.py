@@ -51,9 +51,14 @@ def select(
         ConfigError: the requested kernel is unknown or does not work here.
     """
     block = (device, dtype, head_dim, softcap)
-    working = [entry for entry in KERNELS if entry.refusal(*block) is None]
+    working = (entry for entry in KERNELS if entry.refusal(*block) is None)
     if requested is None:
-        return next((entry for entry in working if not entry.is_slow(*block)), working[0]).make()
+        slow = []
+        for entry in working:
+            if not entry.is_slow(*block):
+                return entry.make()
+            slow.append(entry)
+        return slow[0].make()
     for entry in working:
         if entry.name == requested:
             return entry.make()
