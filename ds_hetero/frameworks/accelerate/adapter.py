@@ -30,15 +30,10 @@ from accelerate.utils import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ds_hetero.engine.ds_config import (
-    agree_on_configuration,
-    enabled,
-    read_training_facts,
-    says_batches,
-    size_of_configuration,
-)
+from ds_hetero.engine.ds_config import enabled, read_training_facts, says_batches, size_of_configuration
 from ds_hetero.engine.loader import LoaderByMode, WholeLoader
 from ds_hetero.engine.patching import Function
+from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.start import ReplicaBatches
@@ -81,7 +76,7 @@ def loaders_over_replicas(sp_size: int, batches: ReplicaBatches | None, *, by_mo
 
     Args:
         sp_size: ranks that share a batch.
-        batches: of replicas that take different batches; see `ds_hetero.job.request.Request.batches_of`.
+        batches: of replicas that take different batches; see `ds_hetero.job.start.Request.batches_of`.
         by_mode: see `_Sharding`.
     """
     token = _sharding.set(_Sharding(sp_size, batches, by_mode))

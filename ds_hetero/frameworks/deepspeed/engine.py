@@ -33,8 +33,9 @@ from torch import nn
 from ds_hetero.common.text import listed
 from ds_hetero.decision.decide import sp_size_of
 from ds_hetero.decision.start_text import announce
-from ds_hetero.engine.ds_config import DsConfig, agree_on_configuration, enabled, says_batches
+from ds_hetero.engine.ds_config import DsConfig, enabled, says_batches
 from ds_hetero.engine.patching import Function
+from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.deepspeed import elastic

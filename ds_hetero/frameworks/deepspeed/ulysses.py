@@ -16,10 +16,11 @@ import deepspeed.runtime.sequence_parallel.parallel_state_sp as stock_mpu
 import torch
 import torch.distributed as dist
 
-from ds_hetero.engine.ds_config import DsConfig, agree_on_configuration, enabled, read_training_facts
+from ds_hetero.engine.ds_config import DsConfig, enabled, read_training_facts
 from ds_hetero.engine.forward_mode import wanted_results
 from ds_hetero.engine.loader import ModelLoader, WholeLoader
 from ds_hetero.engine.patching import Function
+from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import OneWorker, expect_one_worker
