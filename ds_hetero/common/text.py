@@ -8,14 +8,17 @@ uses these factors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import islice
+from typing import TypeVar
 
 GB = 1e9  # bytes, as in bandwidths
 GIB = 2**30  # bytes, as in sizes of memory
 TERA = 1e12  # as in TFLOPS
 MICRO = 1e-6  # as in microseconds
+
+T = TypeVar("T")
 
 
 def time_text(seconds: float) -> str:
@@ -57,3 +60,16 @@ def listed(names: Iterable[str], most: int = 50) -> str:
     """The names with commas between them; of very many, the first ``most``."""
     shown = [name if len(name) <= 80 else f"{name[:77]}..." for name in islice(names, most + 1)]
     return ", ".join(shown[:most]) + (", ..." if len(shown) > most else "")
+
+
+def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
+    """Ranks with equal values together, in the order of their first rank."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in values:
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

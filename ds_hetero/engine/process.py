@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from ds_hetero.common.text import ranks_text
 from ds_hetero.decision.start_text import announce
 from ds_hetero.elastic.worker import own_worker
 from ds_hetero.engine.ds_config import enabled
@@ -49,7 +50,6 @@ from ds_hetero.job.capabilities import differing_lines, expect_same_environment,
 from ds_hetero.job.start import World
 from ds_hetero.runtime.collectives import timeout_of_job
 from ds_hetero.runtime.peers.board import FAILED, STOPPED
-from ds_hetero.runtime.peers.calls import ranks_text
 from ds_hetero.runtime.peers.watch import current_watch, is_lost_peer, lost_peer_error, waiting_for_peers
 from ds_hetero.values.section import SECTION, expect_section_name
 

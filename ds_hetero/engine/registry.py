@@ -44,6 +44,7 @@ from ds_hetero.job.start import (
     start_job,
 )
 from ds_hetero.job.stragglers import OF_LAYERS, OF_SAMPLES, OF_TOKENS, Remedy, Stragglers
+from ds_hetero.planner.documents import DocumentPlacer
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 from ds_hetero.runtime.step_clock import StepClock
@@ -271,16 +272,7 @@ class Registry:
         elif start.section.tile_tokens is not None:
             known.model.tile(start.section.tile_tokens)
         by_documents = start.section.placement.mode != "stream"
-        placer = agree_on_placer(world, start, replica.replica_id) if by_documents else None
-        known.model.place_documents(placer)
-        known.zones = None if placer is None else DocumentZones(placer.costs.node)
-        takes_advice = placer is None and not isinstance(known.model, WholeModel) and not known.model.cuts_inputs
-        observers: list[PredictionCheck | DocumentAdvice | DocumentZones] = []
-        if start.forecasts:
-            observers.append(known.prediction_check)
-            observers += [DocumentAdvice(start.section, start.forecasts)] if takes_advice else []
-        observers += [] if known.zones is None else [known.zones]
-        known.model.record_batches([one.record_batch for one in observers])
+        _place_batches(known, agree_on_placer(world, start, replica.replica_id) if by_documents else None)
         if world.rank == 0:
             announce_start(start)
         return known
@@ -375,6 +367,20 @@ class Registry:
         if plan not in self._replicas:
             self._replicas[plan] = make_replica(plan, self.process_groups)
         return self._replicas[plan]
+
+
+def _place_batches(known: PreparedModel, placer: DocumentPlacer | None) -> None:
+    """Let a model's batches be placed, and observed by what compares them with forecasts or counts their zones."""
+    model, start = known.model, known.start
+    model.place_documents(placer)
+    known.zones = None if placer is None else DocumentZones(placer.costs.node)
+    takes_advice = placer is None and not isinstance(model, WholeModel) and not model.cuts_inputs
+    observers: list[PredictionCheck | DocumentAdvice | DocumentZones] = []
+    if start.forecasts:
+        observers.append(known.prediction_check)
+        observers += [DocumentAdvice(start.section, start.forecasts)] if takes_advice else []
+    observers += [] if known.zones is None else [known.zones]
+    model.record_batches([one.record_batch for one in observers])
 
 
 def _replanning_batches(prepared: PreparedModel, change_plan: Callable[[Plan], None]) -> Replanning:

@@ -14,11 +14,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.decision.facts import JobFacts
 from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.devices import default_device, has_native_bf16
-from ds_hetero.runtime.peers.calls import ranks_by_value, ranks_text
 from ds_hetero.values.section import SECTION, KernelName, KernelWish
 
 USUAL_HEAD_DIM = 128  # of a model that does not say

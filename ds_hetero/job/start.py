@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.common.reading import JsonDict, JsonObject, shortened
+from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.decision.batches import plan_of_batches
 from ds_hetero.decision.decide import (
     JobStart,
@@ -56,7 +57,6 @@ from ds_hetero.reporting.run_file import expect_writable
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, device_memory_bytes, has_native_bf16
-from ds_hetero.runtime.peers.calls import ranks_by_value, ranks_text
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.plans import BatchSplit, Plan

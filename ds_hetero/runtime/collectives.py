@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_hetero import errors
+from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.errors import CheckpointError, HeteroError, PeerError, StepError
-from ds_hetero.runtime.peers.calls import REMEDY, own_calls, ranks_by_value, ranks_text
+from ds_hetero.runtime.peers.calls import REMEDY, own_calls
 from ds_hetero.runtime.peers.watch import current_phase, start_watch, waiting_for_peers
 
 T = TypeVar("T")

@@ -24,9 +24,9 @@ import torch
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ds_hetero.common.text import ranks_by_value
 from ds_hetero.engine.process import is_kept_by_launcher, name_of_start
 from ds_hetero.errors import HeteroError, PeerError
-from ds_hetero.runtime.peers.calls import ranks_by_value
 
 _REPORT_S = 10.0  # for another rank to write the report of a failure
 _ANSWER_S = 3.0  # for a rank to say where it is

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.errors import StepError
 
 FETCH = "the next batch"
@@ -144,19 +145,6 @@ def expect_same_counts(counts: Sequence[Counts]) -> None:
     usual = max(groups, key=lambda did: (len(groups[did]), did))
     unusual = "; ".join(f"{ranks_text(ranks)} {did}" for did, ranks in groups.items() if did != usual)
     raise StepError(f"the ranks went different ways: {unusual}; the other ranks {usual}. {REMEDY}")
-
-
-def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
-    """Ranks with equal values together, in the order of their first rank."""
-    ranks: dict[T, list[int]] = {}
-    for rank, value in values:
-        ranks.setdefault(value, []).append(rank)
-    return ranks
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _times(count: int, what: str) -> str:

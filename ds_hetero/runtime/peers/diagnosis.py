@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.runtime.peers.board import ENDED, FAILED, End, Status
-from ds_hetero.runtime.peers.calls import FETCH, INTERRUPTED, REMEDY, History, ranks_by_value, ranks_text
+from ds_hetero.runtime.peers.calls import FETCH, INTERRUPTED, REMEDY, History
 
 GONE, STEP = "PeerError", "StepError"
 _IN_COLLECTIVE_S = 5.0  # a rank this long in a collective that the others have passed by waits in vain
