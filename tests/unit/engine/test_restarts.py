@@ -39,7 +39,11 @@ def test_ranks_that_are_started_again_share_a_new_name(order: list[int]) -> None
 
 def test_a_start_that_was_cut_short_does_not_confuse_the_next() -> None:
     kept = HashStore()
-    threading.Thread(target=name_of_start, args=(kept, 1, 2), daemon=True).start()  # without an answer
+    patience = kept.timeout
+    kept.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(PeerError):
+        name_of_start(kept, 1, 2)  # nobody answers; its word stays in the store
+    kept.set_timeout(patience)
     first, second = _start(kept, [1, 0])
     assert first == second
 
