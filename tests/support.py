@@ -119,12 +119,10 @@ class Ending:
     Args:
         code: its exit code; negative for a signal.
         output: what it printed on both streams.
-        ended_s: when, on the monotonic clock.
     """
 
     code: int
     output: str
-    ended_s: float
 
 
 def run_to_the_end(
@@ -359,6 +357,5 @@ def _to_the_end(rank: int, fn: Callable[..., Any], args: Sequence[Any]) -> Endin
             sys.stderr.flush()
             os._exit(code)
         _, status = os.waitpid(pid, 0)
-        ended_s = time.monotonic()
         output.seek(0)
-        return Ending(os.waitstatus_to_exitcode(status), output.read().decode(errors="replace"), ended_s)
+        return Ending(os.waitstatus_to_exitcode(status), output.read().decode(errors="replace"))

@@ -1,4 +1,7 @@
-"""Ranks that are struck or go another way: all end, soon, with one clear message that names the rank. Budget: 120 s."""
+"""Ranks that are struck or go another way: all end, with one clear message that names the rank. Budget: 120 s.
+
+How soon, `benchmarks.faults` measures; here it is long before the backend's half an hour.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,6 @@ from tests.support import ROOT, Ending, free_port, run_to_the_end
 
 pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
 
-SOON_S = 6.0  # two seconds on an idle machine; tests share theirs
-
 WENT_ON_ALONE = {
     "continue": "rank 1 left out a forward, in which the others wait.",
     "caught": "rank 1 went on after a forward, which ended with ValueError: odd batch",
@@ -30,18 +31,17 @@ WENT_ON_ALONE = {
 
 
 @pytest.mark.parametrize("how", WENT_ON_ALONE)
-def test_a_rank_that_goes_on_alone_ends_all_ranks(how: str, tmp_path: Path) -> None:
-    ends = run_to_the_end(_go_on_alone, 2, how, str(tmp_path))
-    _expect_named(ends, tmp_path, "StepError", WENT_ON_ALONE[how], unless=1 if how == "end" else None)
+def test_a_rank_that_goes_on_alone_ends_all_ranks(how: str) -> None:
+    ends = run_to_the_end(_go_on_alone, 2, how)
+    _expect_named(ends, "StepError", WENT_ON_ALONE[how], unless=1 if how == "end" else None)
 
 
-def _go_on_alone(rank: int, how: str, folder: str) -> None:
+def _go_on_alone(rank: int, how: str) -> None:
     import torch.distributed as dist
 
     handle, engine = start(llama(), stage=1)
     for number, batch in enumerate(handle.dataloader(batches(4), batches="same")):
         if rank == 1 and number == 1:
-            _note_fault(folder)
             if how == "continue":
                 continue
             if how in ("barrier", "end"):
@@ -70,12 +70,12 @@ STRUCK = {
 
 
 @pytest.mark.parametrize("how", STRUCK)
-def test_the_rank_that_was_struck_is_named_by_all_others(how: str, tmp_path: Path) -> None:
-    ends = run_to_the_end(_strike, 4, how, str(tmp_path))
-    _expect_named(ends, tmp_path, "PeerError", STRUCK[how], unless=2)
+def test_the_rank_that_was_struck_is_named_by_all_others(how: str) -> None:
+    ends = run_to_the_end(_strike, 4, how)
+    _expect_named(ends, "PeerError", STRUCK[how], unless=2)
 
 
-def _strike(rank: int, how: str, folder: str) -> None:
+def _strike(rank: int, how: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -83,7 +83,6 @@ def _strike(rank: int, how: str, folder: str) -> None:
 
     def strike(where: str) -> None:
         if rank == 2 and how.endswith(where) and engine.global_steps == 1:
-            _note_fault(folder)
             if how.startswith("an error"):
                 raise ValueError("odd batch")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -101,20 +100,14 @@ def _strike(rank: int, how: str, folder: str) -> None:
         dist.all_reduce(torch.zeros(1))  # past this engine
 
 
-def _expect_named(ends: list[Ending], folder: Path, error: str, text: str, unless: int | None) -> None:
-    """Every rank but ``unless`` ends soon after the fault, with one line that names the rank and no other."""
-    fault_s = float((folder / "fault").read_text())
+def _expect_named(ends: list[Ending], error: str, text: str, unless: int | None) -> None:
+    """Every rank but ``unless`` ends, with one line that names the rank and no other."""
     for rank, end in enumerate(ends):
         if rank == unless:
             continue
         assert end.code == 1, end
-        assert end.ended_s - fault_s < SOON_S
         last = end.output.strip().splitlines()[-1].removeprefix(f"[rank{rank}]: ")  # torch's
         assert last.startswith(f"ds_hetero.errors.{error}: {text}"), last
-
-
-def _note_fault(folder: str) -> None:
-    Path(folder, "fault").write_text(repr(time.monotonic()))
 
 
 @pytest.mark.parametrize("pair", ["all_reduce all_gather", "barrier broadcast", "subgroup barrier"])

@@ -1,6 +1,6 @@
-"""One rank of a job dies, hangs, fails or goes its own way: the others end soon, name it, and the checkpoint is whole.
+"""One rank of a job dies, hangs, fails or goes its own way: the others end, name it, and the checkpoint is whole.
 
-`benchmarks.faults` tries all pairs; here is one per phase and per fault.
+`benchmarks.faults` tries all pairs and measures how soon ranks end; here is one per phase and per fault.
 
 Budget: 40 s without the slow ones.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.jobs import FOREIGN, PAUSE, Job, quick_jobs
+from benchmarks.faults.jobs import FOREIGN, Job, quick_jobs
 from benchmarks.faults.run import run_job
 
 pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
@@ -21,7 +21,6 @@ pytestmark = pytest.mark.alone  # it waits in real time for what other work on t
 _QUICK = ("data set", "collator", "forward", "backward", "save", "plan")
 _QUICK_FAULTS = ("continue", "another schedule")
 _ELSEWHERE = FOREIGN[:3]  # in test_failures.py
-_SLOWEST_S = 10.0  # on a machine that does other things as well; two seconds on an idle one
 
 
 def _is_quick(job: Job) -> bool:
@@ -43,5 +42,3 @@ def test_all_ranks_end_and_name_the_rank_and_the_last_checkpoint_loads(job: Job)
     with tempfile.TemporaryDirectory(prefix="faults_") as folder:
         verdict = run_job(job, Path(folder))
     assert verdict.is_good, "\n".join([*verdict.problems, *map(str, enumerate(verdict.last_words))])
-    if job.fault != PAUSE and not job.is_restarted:  # which go on to their end
-        assert verdict.seconds is not None and verdict.seconds < _SLOWEST_S
