@@ -304,7 +304,7 @@ def _main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--only", type=int, help="the number of one combination")
     arguments = parser.parse_args()
-    start_server(deepspeed=True)
+    start_server(["tests.integration.combinations"], deepspeed=True)
     from tests.integration.combinations import outcomes_of  # by a name that ranks can import
 
     numbers = list(range(arguments.count)) if arguments.only is None else [arguments.only]

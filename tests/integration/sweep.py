@@ -202,7 +202,7 @@ def _record(types: list[str]) -> None:
     """Run what is asked for, all if nothing is, and write it into the record."""
     from tests.integration.sweep import outcomes  # by a name that ranks can import
 
-    start_server(deepspeed=True)
+    start_server(["tests.integration.sweep"], deepspeed=True)
     names = [name for name in architectures() if not types or name[1] in types]
     found = recorded() if types and RECORD.exists() else {}
     for start in range(0, len(names), _AT_ONCE):
