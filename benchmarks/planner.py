@@ -2,12 +2,14 @@
 
     python -m benchmarks.planner growth [--sizes 8 ... 4096] [--repeats 3] [--json]
     python -m benchmarks.planner exact [--count 200] [--cost-model published] [--json]
-    python -m benchmarks.planner exact --cards --count 300      of cards of the catalogue, two to eight of them
+    python -m benchmarks.planner exact --cards --count 300 [--devices 2 3 4]    of two to eight cards of the catalogue
 
     growth   search time from 8 to 4,096 devices beside HexiSeq's published scheduler times, and whether quality keeps
              up: share of the bound total work / sum of speeds, and time over that of a search with ten times the budget
-    exact    random clusters of four and five devices (`random_clusters`) solved to the optimum: how much slower
-             the search's answer is, in the solver's coarse units and in whole tokens, and that of HexiSeq's Algorithm 1
+    exact    random clusters of four and five devices (`random_clusters`) solved to the optimum in coarse units:
+             how much slower are the search in the same units, the plan (whole tokens; the best of the search and the
+             baselines), and HexiSeq's Algorithm 1 with its baselines. Of six to eight devices there are so few units
+             that a search in them says little: there every coarse schedule that could beat the plan is looked at
 
 The budget is counted and not timed, so all but the seconds is the same on every machine.
 """
@@ -46,7 +48,8 @@ _RANKS, _RANKS_OF_CARDS = (4, 5), (2, 3, 4, 5, 6, 7, 8)
 TOKENS_PER_DEVICE = 4096
 MORE_BUDGET = 10
 WITHIN, WITHIN_SHARE, WORST = 0.01, 0.98, 0.05  # of the exact optimum
-SEARCHES = {"search": "search, same units", "whole_tokens": "search, whole tokens", "algorithm_1": "Algorithm 1"}
+SEARCHES = {"search": "search, same units", "whole_tokens": "plan, whole tokens", "algorithm_1": "Algorithm 1"}
+SAME_UNITS = 5  # devices up to which the search is compared in the units of the exact solver too
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tables = [_growth_table(outcome["sizes"])]
     else:
         name = f"planner_exact_{'cards' if options.cards else options.cost_model}"
-        cases = list(_cases(options.cost_model, options.count, of_catalogue=options.cards))
+        sizes = options.devices or (_RANKS_OF_CARDS if options.cards else _RANKS)
+        cases = list(_cases(options.cost_model, options.count, sizes, of_catalogue=options.cards))
         outcome["cases"] = [exact(*case) for case in track(cases, name, console=progress)]
         outcome["summary"] = summary(outcome["cases"])
         outcome["failures"] = list(_exact_failures(outcome["summary"], 1.0 if options.cards else WITHIN_SHARE))
@@ -94,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         else:
             command.add_argument("--count", type=int, default=200, help="random clusters")
             command.add_argument("--cards", action="store_true", help="of cards of the catalogue, two to eight of them")
+            command.add_argument("--devices", type=int, nargs="+", choices=_RANKS_OF_CARDS, help="of a cluster")
             command.add_argument("--cost-model", choices=sorted(COST_MODELS), default="calibrated")
     return parser
 
@@ -193,9 +198,10 @@ def _draw_growth(outcome: dict[str, Any], path: Path) -> None:
 # --- exact ------------------------------------------------------------------------------------------
 
 
-def _cases(cost_model: str, count: int, *, of_catalogue: bool = False) -> Iterator[tuple[int, int, Case]]:
+def _cases(
+    cost_model: str, count: int, sizes: Sequence[int], *, of_catalogue: bool = False
+) -> Iterator[tuple[int, int, Case]]:
     """As many clusters of every number of devices, the first ones one more where ``count`` does not divide."""
-    sizes = _RANKS_OF_CARDS if of_catalogue else _RANKS
     for place, num_ranks in enumerate(sizes):
         own = len(range(place, count, len(sizes)))
         for i, case in enumerate(random_cases(own, num_ranks, cost_model, of_catalogue=of_catalogue)):
@@ -205,39 +211,42 @@ def _cases(cost_model: str, count: int, *, of_catalogue: bool = False) -> Iterat
 def exact(num_ranks: int, index: int, case: Case) -> dict[str, Any]:
     """How much slower each search's answer is than the optimum in the case's coarse units.
 
-    The search in whole tokens has a finer space than the solver, so its gap can be negative.
+    A plan in whole tokens has a finer space than the solver, so its gap can be negative; above `SAME_UNITS` the solver
+    starts from the plan, and a gap of 0 says that nothing in coarse units is faster.
     """
     problem, _ = make_problem(case.cost, token_unit=case.token_unit)
     fine, _ = make_problem(case.cost)
-    times: dict[str, float | None] = {}
+    times: dict[str, float] = {}
     seconds: dict[str, float] = {}
     for name, run in (
         ("search", lambda: search(problem)[:1]),
         ("whole_tokens", lambda: search(fine)[:1]),
         ("algorithm_1", lambda: [found for found in [algorithm_1(problem)] if found is not None]),
     ):
+        if name == "search" and num_ranks > SAME_UNITS:
+            continue
         begin = time.perf_counter()
-        found = run()
+        times[name] = min((found.time_s for found in run()), default=float("inf"))
         seconds[name] = time.perf_counter() - begin
-        times[name] = found[0].time_s if found else None
+    coarse_s = min((times[name] for name in ("search", "algorithm_1") if name in times), default=float("inf"))
     baselines = [
         _time_s(fine, case.cost, each.schedule)
         for each in Baselines.under(case.cost).candidates
         if each.prediction.feasible
     ]
-    for name in ("whole_tokens", "algorithm_1"):  # a plan is the best of what its search found and the baselines
-        times[name] = min([*baselines, *(time_s for time_s in [times[name]] if time_s)], default=None)
-    known = min((times[name] or float("inf") for name in ("search", "algorithm_1")), default=float("inf"))
+    for name in ("whole_tokens", "algorithm_1"):
+        times[name] = min([times[name], *baselines])
+    known_s = coarse_s if num_ranks <= SAME_UNITS else times["whole_tokens"]
     begin = time.perf_counter()
-    solved = solve_exact(problem, upper_bound_s=known)
+    solved = solve_exact(problem, upper_bound_s=known_s)
     seconds["exact"] = time.perf_counter() - begin
-    best = solved.best.time_s if solved.best else known
+    best_s = solved.best.time_s if solved.best else known_s
     return {
         "cost_model": case.cost_model,
         "devices": num_ranks,
         "case": index,
-        "exact_s": best if best < float("inf") else None,
-        "gaps": {name: None if found is None else found / best - 1 for name, found in times.items()},
+        "exact_s": best_s if best_s < float("inf") else None,
+        "gaps": {name: found_s / best_s - 1 if found_s < float("inf") else None for name, found_s in times.items()},
         "seconds": seconds,
         "combinations": solved.combinations,
         "evaluated": solved.evaluated,
@@ -259,7 +268,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for cost_model, num_ranks in dict.fromkeys((row["cost_model"], row["devices"]) for row in rows):
         mine = [row for row in rows if (row["cost_model"], row["devices"]) == (cost_model, num_ranks)]
         solved = [row for row in mine if row["exact_s"] is not None]
-        for name in SEARCHES:
+        for name in [name for name in SEARCHES if name in mine[0]["gaps"]]:
             gaps = [row["gaps"][name] for row in solved if row["gaps"][name] is not None]
             found.append(
                 {
@@ -293,7 +302,12 @@ def _exact_failures(rows: Sequence[dict[str, Any]], least: float = WITHIN_SHARE)
 
 
 def _exact_table(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="Slower than the exact optimum; random clusters")
+    table = Table(title="Slower than the exact optimum in coarse units; random clusters")
+    if any(row["devices"] > SAME_UNITS for row in rows):
+        table.caption = (
+            f"more than {SAME_UNITS} devices: all coarse schedules that could be faster than the plan were looked at; "
+            "+0.00 % is a plan that none of them beats"
+        )
     for heading in ("cost model", "devices", "clusters", "search", "within 1 %", "mean", "worst", "seconds", "exact"):
         table.add_column(heading, justify="left" if heading in ("cost model", "search") else "right")
     for row in rows:
@@ -312,11 +326,13 @@ def _draw_exact(outcome: dict[str, Any], path: Path) -> None:
     axis = figure.subplots()
     rows = [row for row in outcome["cases"] if row["exact_s"] is not None]
     for name, label in SEARCHES.items():
-        gaps = sorted(100 * row["gaps"][name] for row in rows if row["gaps"][name] is not None)
-        axis.step(gaps, [(i + 1) / len(rows) for i in range(len(gaps))], where="post", label=label)
+        of_search = [row["gaps"][name] for row in rows if name in row["gaps"]]
+        gaps = sorted(100 * gap for gap in of_search if gap is not None)
+        axis.step(gaps, [(i + 1) / len(of_search) for i in range(len(gaps))], where="post", label=label)
     axis.set_xscale("symlog", linthresh=1)
     axis.axvline(100 * WITHIN, color="gray", linestyle=":")
-    axis.set_title(f"{len(rows)} random clusters of 4 and 5 devices, {rows[0]['cost_model']} cost model")
+    devices = sorted({row["devices"] for row in rows})
+    axis.set_title(f"{len(rows)} random clusters, {devices[0]} to {devices[-1]} devices, {rows[0]['cost_model']} costs")
     axis.set_xlabel("% slower than the exact optimum in coarse units")
     axis.set_ylabel("share of clusters")
     axis.legend()

@@ -11,15 +11,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
+from itertools import count as endless
 from typing import Any
 
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.planner.search.closed_forms import has_room
 
 TOKEN_UNITS = {2: 24, 3: 24, 4: 24, 5: 12, 6: 10, 7: 8, 8: 8}  # into which the sequence is cut, by number of devices
-HEADS = {2: (4, 8), 3: (4, 8), 4: (4, 8), 5: (4, 6), 6: (4, 6), 7: (4, 4), 8: (4, 4)}  # fewest and most
+HEADS = {2: (4, 8), 3: (4, 8), 4: (4, 8), 5: (4, 6), 6: (4, 4), 7: (4, 4), 8: (4, 4)}  # fewest and most
 CARDS = ("H100-SXM-80GB", "A100-SXM-80GB", "A100-SXM-40GB", "B200-SXM-180GB", "RTX-A6000", "RTX-4090", "RTX-3090")
 MAX_KINDS = 3  # of cards in a cluster: with more, eight ranks are too many for the exact solver
 
@@ -43,10 +45,10 @@ class Case:
 def random_cases(
     count: int, num_ranks: int, cost_model: str, seed: int = 0, *, of_catalogue: bool = False
 ) -> Iterator[Case]:
-    """``count`` cases, always the same ones for the same arguments."""
+    """``count`` cases, always the same ones for the same arguments; of cards, those that have room for the model."""
     rng = random.Random(f"{seed} {num_ranks} {cost_model}")
-    for _ in range(count):
-        yield random_case(rng, num_ranks, cost_model, of_catalogue=of_catalogue)
+    drawn = (random_case(rng, num_ranks, cost_model, of_catalogue=of_catalogue) for _ in endless())
+    yield from islice((case for case in drawn if not of_catalogue or has_room(case.cost)), count)
 
 
 def random_case(rng: random.Random, num_ranks: int, cost_model: str, *, of_catalogue: bool = False) -> Case:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, permutations
+from itertools import combinations, pairwise, permutations
 from math import comb
 
 import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.cost.terms.grouping import kv_heads_of_ranks
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.search.partitions import distinct_partitions
+from ds_hetero.planner.search.partitions import distinct_partitions, interchangeable
 from ds_hetero.planner.search.problem import Assignment, Problem
 
 MAX_RANKS = 8
@@ -68,7 +69,7 @@ def solve_exact(problem: Problem, *, upper_bound_s: float = np.inf) -> Exact:
     for groups in distinct_partitions(problem, np.arange(num_ranks)):
         heads_HD = _head_splits(problem, groups, head_unit)
         total += len(heads_HD) * len(tokens_TD)
-        for heads_BD, tokens_BD, least_B in _survivors(problem, groups, heads_HD, tokens_TD, limit):
+        for heads_BD, tokens_BD, least_B in _worth_a_look(problem, groups, heads_HD, tokens_TD, limit):
             for ring in _ring_orders(problem, groups):
                 grouping = problem.grouping(ring)
                 for first in range(0, len(least_B), BATCH):
@@ -101,31 +102,68 @@ def _head_splits(problem: Problem, groups: Sequence[Ints], unit: int) -> Ints:
     return heads_HD
 
 
+def _worth_a_look(
+    problem: Problem, groups: Sequence[Ints], heads_HD: Ints, tokens_TD: Floats, limit: float
+) -> Iterator[tuple[Ints, Floats, Floats]]:
+    """`_survivors`, most promising first, of two ranks alike only with the one's tokens not fewer than the other's.
+
+    Alike are equal devices of one node and group that have as many heads and KV heads: the cost model adds up what
+    they send and hold, so trading their tokens changes nothing.
+    """
+    name = interchangeable(problem)
+    pairs = [(a, b) for group in groups for a, b in pairwise(group.tolist()) if name[a] == name[b]]
+    first, second = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    kv_HD = kv_heads_of_ranks(problem.grouping(groups), heads_HD, problem.cost.model.queries_per_kv_head)
+    alike_HP = (heads_HD[:, first] == heads_HD[:, second]) & (kv_HD[:, first] == kv_HD[:, second])
+    patterns, pattern_H = np.unique(alike_HP, axis=0, return_inverse=True)
+    waiting: list[tuple[Ints, Floats, Floats]] = []
+    for i, alike in enumerate(patterns):
+        once = (tokens_TD[:, first[alike]] >= tokens_TD[:, second[alike]]).all(axis=1)
+        for rows in _survivors(problem, groups, heads_HD[pattern_H.reshape(-1) == i], tokens_TD[once], limit):
+            waiting.append(rows)
+            if sum(len(least) for _, _, least in waiting) >= BATCH:
+                yield _most_promising_first(waiting)
+                waiting = []
+    if waiting:
+        yield _most_promising_first(waiting)
+
+
+def _most_promising_first(parts: Sequence[tuple[Ints, Floats, Floats]]) -> tuple[Ints, Floats, Floats]:
+    heads_BD, tokens_BD, least_B = (np.concatenate(part) for part in zip(*parts, strict=True))
+    order = np.argsort(least_B, kind="stable")
+    return heads_BD[order], tokens_BD[order], least_B[order]
+
+
 def _survivors(
     problem: Problem, groups: Sequence[Ints], heads_HD: Ints, tokens_TD: Floats, limit: float
 ) -> Iterator[tuple[Ints, Floats, Floats]]:
-    """Combinations that compute alone does not rule out, most promising first.
+    """Combinations that compute alone does not rule out, with the time that it takes at least.
 
     A group is done no sooner than its slowest rank outside attention and its slowest rank in it, both at the speed of
     shapes without limit. Contiguous causal groups see at least their own block.
     """
     cost, seq_len = problem.cost, problem.seq_len
-    token_TD = tokens_TD * cost.least_non_attention_s_per_token_D
     head_HD = heads_HD * cost.least_attention_s_D
     sees_all = problem.sees_everything or len(groups) == 1
-    rows = max(1, TABLE // len(tokens_TD))
+    groups_alone_T = np.zeros(len(tokens_TD))
+    terms = []
+    for group in groups:
+        length_T = tokens_TD[:, group].sum(axis=1)
+        pairs_T = length_T * (seq_len if sees_all else length_T)
+        token_T = (tokens_TD[:, group] * cost.least_non_attention_s_per_token_D[group]).max(axis=1)
+        slowest_H = head_HD[:, group].max(axis=1)
+        terms.append((token_T, pairs_T, slowest_H))
+        np.maximum(groups_alone_T, token_T + slowest_H.min(initial=np.inf) * pairs_T, out=groups_alone_T)
+    promising = np.flatnonzero(groups_alone_T < limit)
+    rows = max(1, TABLE // max(1, len(promising)))
     for first in range(0, len(heads_HD), rows):
-        least_HT = np.zeros((len(heads_HD[first : first + rows]), len(tokens_TD)))
-        for group in groups:
-            length_T = tokens_TD[:, group].sum(axis=1)
-            pairs_T = length_T * (seq_len if sees_all else length_T)
-            slowest_H = head_HD[first : first + rows][:, group].max(axis=1)
-            np.maximum(least_HT, token_TD[:, group].max(axis=1) + slowest_H[:, None] * pairs_T, out=least_HT)
+        least_HT = np.zeros((len(heads_HD[first : first + rows]), len(promising)))
+        for token_T, pairs_T, slowest_H in terms:
+            attention_HT = slowest_H[first : first + rows, None] * pairs_T[promising]
+            np.maximum(least_HT, token_T[promising] + attention_HT, out=least_HT)
         h, t = np.nonzero(least_HT < limit)
-        least = least_HT[h, t]
-        order = np.argsort(least, kind="stable")
-        if len(order):
-            yield heads_HD[first + h[order]], tokens_TD[t[order]], least[order]
+        if len(h):
+            yield heads_HD[first + h], tokens_TD[promising[t]], least_HT[h, t]
 
 
 def _ring_orders(problem: Problem, groups: Sequence[Ints]) -> Iterator[list[Ints]]:

@@ -182,11 +182,13 @@ def _show_schedule(
             f"idle:       {rank_ranges(planned.idle_ranks)}; over these links they would cost more than they add"
         )
     print("\n".join((*lines, *_advice_lines(scenario, planned, fewer, stage))))
-    print_table(
-        ("baseline", "block", "tokens/s", "plan is faster by"), _baselines(planned), "Against uniform schedules"
-    )
+    if rows := list(_baselines(planned)):
+        print_table(("baseline", "block", "tokens/s", "plan is faster by"), rows, "Against uniform schedules")
+    names_of: dict[str, list[str]] = {}
     for rejected in planned.rejected:
-        print(f"not {rejected.name}: {rejected.reason}")
+        names_of.setdefault(rejected.reason, []).append(rejected.name)
+    for reason, names in names_of.items():
+        print(f"not {', '.join(dict.fromkeys(names))}: {reason}")
 
 
 def _ranks(scenario: Scenario, planned: PlannedSchedule) -> Iterator[tuple[str, ...]]:
@@ -203,10 +205,9 @@ def _ranks(scenario: Scenario, planned: PlannedSchedule) -> Iterator[tuple[str, 
 
 
 def _baselines(planned: PlannedSchedule) -> Iterator[tuple[str, ...]]:
+    """Those that exist and fit; why others do not is among the rejected."""
     for kind, prediction in planned.baselines.items():
-        if prediction is None:
-            yield kind, "-", "-", planned.baseline_reasons[kind]
-        else:
+        if prediction is not None:
             faster = planned.prediction.tokens_per_s / prediction.tokens_per_s
             rate = f"{prediction.tokens_per_s:,.0f}"
             yield planned.baseline_names[kind], time_text(prediction.block_s), rate, f"{faster:.2f} x"

@@ -270,7 +270,7 @@ def _distinct_sets(problem: Problem) -> list[Mask]:
     """All sets of ranks that differ in more than the names of interchangeable ranks, the most powerful first."""
     masks = [np.array(bits, dtype=bool) for bits in product((True, False), repeat=problem.num_ranks)][:-1]
     masks.sort(key=lambda active: -problem.speed[active].sum())
-    name = _interchangeable(problem)
+    name = interchangeable(problem)
     return list(_once(masks, lambda active: tuple(sorted(name[active].tolist()))))
 
 
@@ -300,7 +300,7 @@ def neighbours(problem: Problem, groups: Sequence[Ints]) -> Iterator[list[Ints]]
 
     Interchangeable ranks (equal devices of one node) and groups of equal make-up are tried once.
     """
-    name = _interchangeable(problem)
+    name = interchangeable(problem)
     makeup = [tuple(np.sort(name[group]).tolist()) for group in groups]
     kinds = [dict(zip(name[group].tolist()[::-1], group.tolist()[::-1], strict=True)) for group in groups]
     seen = {tuple(sorted(makeup))}
@@ -349,12 +349,12 @@ def _given(groups: list[Ints] | None) -> Iterator[list[Ints]]:
 
 def distinct_partitions(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
     """All partitions of some ranks that differ in more than the names of interchangeable ranks."""
-    name = _interchangeable(problem)
+    name = interchangeable(problem)
     partitions = ([ranks[block] for block in blocks] for blocks in _set_partitions(len(ranks)))
     yield from _once(partitions, lambda groups: tuple(sorted(tuple(np.sort(name[g]).tolist()) for g in groups)))
 
 
-def _interchangeable(problem: Problem) -> Ints:
+def interchangeable(problem: Problem) -> Ints:
     """A number for every rank; equal devices of one node share theirs."""
     return problem.kind * (int(problem.node.max()) + 1) + problem.node
 

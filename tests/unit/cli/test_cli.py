@@ -227,6 +227,19 @@ def test_plan_that_does_not_fit_names_the_line_of_fit_which_runs(capsys):
     assert json.loads(capsys.readouterr().out)["advice"][0]["fits"]
 
 
+def test_plan_says_each_refusal_of_a_uniform_schedule_once(capsys):
+    cards = ("--gpus", "4090,3090,3060", "--model", "llama-3.1-8b", "--train", "lora", "--tiled-loss", "--tiled-mlp")
+    assert _ended("plan", *cards, "--seq-len", "64K") == 0
+    printed = capsys.readouterr().out
+    assert "Against uniform schedules" not in printed  # none of them can be
+    for reason in (
+        "does not fit: rank 2 (RTX-3060",
+        "num_heads=32 is not a multiple of 3",
+        "no number between 1 and 3",
+    ):
+        assert printed.count(reason) == 1
+
+
 @pytest.mark.parametrize(
     ("price", "says"),
     [
