@@ -49,7 +49,6 @@ class AttentionRate(NamedTuple):
 _CHARTS = "FlashAttention-2's charts (Dao-AILab/flash-attention, assets) and FlashAttention-3, figures 5 and 6"
 _FA3 = "FlashAttention-3 (arXiv:2407.08608), figures 5 and 6"
 _TORCH = "torch's flash kernel is FlashAttention-2's code; not measured on its own"
-_AS_AMPERE = "as on an A100: no measurement of this card"
 _GUESS = "assumed from FlashAttention-2's share on other cards: no measurement of this card"
 
 Rates = Mapping[str, AttentionRate]

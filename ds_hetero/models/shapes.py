@@ -283,32 +283,3 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """All weights."""
         return self.num_layers * self.layer_parameters + self.embedding_parameters + self.hidden_size
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSlice:
-    """Consecutive layers of a model, and what of its ends comes with them."""
-
-    model: ModelSpec  # the whole
-    layers: int  # decoder layers
-    has_embedding: bool  # the slice begins with the first layer, so it holds the embedding
-    has_head: bool  # the slice ends with the last layer, so it holds the last norm and the head
-
-    @classmethod
-    def of(cls, model: ModelSpec, start: int, stop: int) -> ModelSlice:
-        """Return the slice of decoder layers ``[start, stop)``."""
-        return cls(model, stop - start, start == 0, stop == model.num_layers)
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights; a tied embedding counts where the slice holds either end, once if it holds both."""
-        table = self.model.vocab_size * self.model.hidden_size
-        tables = self.has_embedding + self.has_head
-        if self.model.tied_embeddings:
-            tables = min(tables, 1)
-        return self.layers * self.model.layer_parameters + tables * table + self.has_head * self.model.hidden_size
-
-    def matmul_flops(self, tokens: int) -> int:
-        """Forward operations of all products with weights, the head included, for ``tokens`` tokens."""
-        head = self.has_head * self.model.vocab_size * self.model.hidden_size
-        return 2 * tokens * (self.layers * self.model.active_layer_parameters + head)

@@ -94,23 +94,6 @@ def cluster_content(ranks: Sequence[RankFacts], samples: Samples, circumstances:
     return plain
 
 
-def calibrate(content: JsonObject) -> JsonDict:
-    """The same file with devices and links fitted anew from the raw timings in its profile, and the errors by term.
-
-    For profiles that an earlier release has written; what people have changed in the file by hand is lost.
-
-    Raises:
-        ClusterError: the file has no profile, or one of another version.
-    """
-    profile = content.get("profile")
-    if not isinstance(profile, Mapping) or profile.get("version") != VERSION:
-        raise ClusterError(
-            f"the cluster file has no profile of version {VERSION} to calibrate from. Measure one: ds-hetero profile."
-        )
-    circumstances = {name: profile[name] for name in CIRCUMSTANCES if name in profile}
-    return cluster_content([RankFacts(**rank) for rank in profile["ranks"]], profile["samples"], circumstances)
-
-
 def fingerprint(ranks: Sequence[RankFacts]) -> str:
     """Short hash of what must be the same for a profile to hold."""
     names = ("host", "device", "memory_bytes", "torch", "dtype", "attention", "head_dim", "softcap")

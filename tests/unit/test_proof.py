@@ -186,11 +186,11 @@ def test_rounds_depend_on_readers_nodes_and_widths_only():
     assert len(seen) > 5
 
 
-def test_nodes_may_be_numbered_in_any_way():
-    for nodes, other in (((0, 1, 0, 2), (5, 3, 5, 0)), ((0, 0, 1, 1), (7, 7, 2, 2))):
-        a, b = (table_of_readers(4, n, True, (1, 2, 3, 4), 0b101101110111) for n in (nodes, other))
-        for p in range(4):
-            assert a.forward_rounds(p) == b.forward_rounds(p)
+@pytest.mark.parametrize(("nodes", "other"), [((0, 1, 0, 2), (5, 3, 5, 0)), ((0, 0, 1, 1), (7, 7, 2, 2))])
+def test_nodes_may_be_numbered_in_any_way(nodes, other):
+    a, b = (table_of_readers(4, n, True, (1, 2, 3, 4), 0b101101110111) for n in (nodes, other))
+    for p in range(4):
+        assert a.forward_rounds(p) == b.forward_rounds(p)
 
 
 def test_heads_and_tokens_do_not_know_of_each_other():
@@ -206,12 +206,12 @@ def test_heads_and_tokens_do_not_know_of_each_other():
         assert other.sub_rings == schedule.sub_rings
 
 
-def test_remapping_depends_on_surpluses_only():
+@pytest.mark.parametrize(("have", "want"), [((5, 0), (2, 3)), ((1, 4), (3, 2))])
+def test_remapping_depends_on_surpluses_only(have, want):
     costs = UnitCosts.from_weights(_pair(0, (1, 1)))
-    for have, want in (((5, 0), (2, 3)), ((1, 4), (3, 2))):
-        both = [min(pair) for pair in zip(have, want, strict=True)]
-        less = ([a - b for a, b in zip(side, both, strict=True)] for side in (have, want))
-        assert remap(have, want, costs) == remap(*less, costs)
+    both = [min(pair) for pair in zip(have, want, strict=True)]
+    less = ([a - b for a, b in zip(side, both, strict=True)] for side in (have, want))
+    assert remap(have, want, costs) == remap(*less, costs)
 
 
 # --- beyond the scope -------------------------------------------------------------------------------

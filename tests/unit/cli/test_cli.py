@@ -390,18 +390,18 @@ def test_replicas_writes_a_file_that_the_section_takes(tmp_path):
     assert "cannot make up a global batch of 1" in " ".join(impossible.stderr.split())
 
 
-def test_doctor_prints_one_json_object_and_refuses_what_transformers_refuses(tmp_path):
+@pytest.mark.parametrize(("layers", "code"), [(2, 0), (3, 2)])
+def test_doctor_prints_one_json_object_and_refuses_what_transformers_refuses(tmp_path, layers, code):
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
     config = {"model_type": "llama", "vocab_size": 64, **sizes}
-    for layers, code in ((2, 0), (3, 2)):
-        path = tmp_path / f"{layers}.json"
-        path.write_text(json.dumps({**config, "layer_types": ["full_attention"] * layers}))
-        run = _run("doctor", "--model", path, "--json")
-        assert run.returncode == code, run.stderr
-        if code == 0:
-            assert json.loads(run.stdout)["healthy"]
-        else:
-            assert "ModelError" in run.stderr and "layer_types" in run.stderr and "Traceback" not in run.stderr
+    path = tmp_path / f"{layers}.json"
+    path.write_text(json.dumps({**config, "layer_types": ["full_attention"] * layers}))
+    run = _run("doctor", "--model", path, "--json")
+    assert run.returncode == code, run.stderr
+    if code == 0:
+        assert json.loads(run.stdout)["healthy"]
+    else:
+        assert "ModelError" in run.stderr and "layer_types" in run.stderr and "Traceback" not in run.stderr
 
 
 def test_the_page_on_launching_shows_every_file_whole(tmp_path, monkeypatch):

@@ -88,15 +88,18 @@ def test_there_are_forty_near_misses():
     assert len(set(NEAR_MISSES)) == 40
 
 
-def test_the_nearest_names_are_near():
-    for text, near in (
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [
         ("4070 Super", "RTX-4080Super"),
         ("rtx509", "RTX-5090"),
         ("mi300", "MI300X"),
         ("H1000", "H100-SXM-80GB"),
-    ):
-        with pytest.raises(ClusterError, match=near):
-            card_named(text)
+    ],
+)
+def test_the_nearest_names_are_near(text, near):
+    with pytest.raises(ClusterError, match=near):
+        card_named(text)
 
 
 @pytest.mark.parametrize(

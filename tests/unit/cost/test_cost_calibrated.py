@@ -211,18 +211,18 @@ def test_contiguous_groups_wait_for_the_last_and_zigzag_shares():
     assert busy / busy[0] == pytest.approx([1, 3, 5, 7])
 
 
-def test_causal_work_is_what_the_chunks_see():
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_causal_work_is_what_the_chunks_see(layout):
     """Half of L_p x L_s for every pair of zigzag groups; contiguous groups all of what lies before them."""
     seq_len = 256
-    for layout in ("zigzag", "contiguous"):
-        schedule = plan(((0,), (3,), (8,)), ((1,), (1,), (8,)), ((2,), (4,), (8,)), layout=layout)
-        lengths = schedule.group_tokens(seq_len)
-        held = [{x for start, stop in chunks for x in range(start, stop)} for chunks in schedule.chunks(seq_len)]
-        for p, queries in enumerate(held):
-            for s, keys in enumerate(held):
-                pairs = sum(k <= q for q in queries for k in keys)
-                share = 0.5 if layout == "zigzag" or p == s else float(s < p)
-                assert pairs == pytest.approx(share * lengths[p] * lengths[s], abs=max(lengths))
+    schedule = plan(((0,), (3,), (8,)), ((1,), (1,), (8,)), ((2,), (4,), (8,)), layout=layout)
+    lengths = schedule.group_tokens(seq_len)
+    held = [{x for start, stop in chunks for x in range(start, stop)} for chunks in schedule.chunks(seq_len)]
+    for p, queries in enumerate(held):
+        for s, keys in enumerate(held):
+            pairs = sum(k <= q for q in queries for k in keys)
+            share = 0.5 if layout == "zigzag" or p == s else float(s < p)
+            assert pairs == pytest.approx(share * lengths[p] * lengths[s], abs=max(lengths))
 
 
 def test_a_zero_collective_takes_the_slowest_link_of_a_ring_by_hand():

@@ -80,12 +80,12 @@ def test_equation_11_as_printed_counts_the_input_of_a_layer_on_every_device():
     assert of_code.kept_bytes == VOLUME / 2
 
 
-def test_both_forms_have_names():
-    for name, code in (("hexiscale", True), ("hexiscale-paper", False)):
-        costs = make_stage_costs(name, CASE, MODEL, Workload(seq_len=4096))
-        expected = HexiScaleStageCosts(CASE, MODEL, 4096, code_constants=code)
-        assert costs.name == name
-        assert costs.stage(1, 2, "tensor", 1, 1).memory == expected.stage(1, 2, "tensor", 1, 1).memory
+@pytest.mark.parametrize(("name", "code"), [("hexiscale", True), ("hexiscale-paper", False)])
+def test_both_forms_have_names(name, code):
+    costs = make_stage_costs(name, CASE, MODEL, Workload(seq_len=4096))
+    expected = HexiScaleStageCosts(CASE, MODEL, 4096, code_constants=code)
+    assert costs.name == name
+    assert costs.stage(1, 2, "tensor", 1, 1).memory == expected.stage(1, 2, "tensor", 1, 1).memory
 
 
 def test_fewer_micro_batches_than_stages_wait_at_every_barrier():

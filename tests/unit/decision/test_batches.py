@@ -16,10 +16,12 @@ def test_a_list_is_the_micro_batch_of_every_rank() -> None:
     assert (split.micro_batch_sizes, split.micro_batches, split.samples) == ((6, 2), (2, 2), 16)
 
 
-def test_by_speed_begins_with_equal_batches_of_the_same_sum() -> None:
-    for training in (TrainingFacts(micro_batch_size=4), TrainingFacts(train_batch_size=24, accumulation_steps=2)):
-        split = plan_of_batches("by_speed", training, 3).batch_split
-        assert split is not None and split.micro_batch_sizes == (4, 4, 4)
+@pytest.mark.parametrize(
+    "training", [TrainingFacts(micro_batch_size=4), TrainingFacts(train_batch_size=24, accumulation_steps=2)]
+)
+def test_by_speed_begins_with_equal_batches_of_the_same_sum(training: TrainingFacts) -> None:
+    split = plan_of_batches("by_speed", training, 3).batch_split
+    assert split is not None and split.micro_batch_sizes == (4, 4, 4)
 
 
 def test_by_speed_begins_by_the_memory_of_unlike_devices() -> None:

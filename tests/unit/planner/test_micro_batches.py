@@ -176,16 +176,16 @@ def test_no_other_batches_are_faster(times: list[list[float]], global_batch: int
     assert max(t[size - 1] * count for t, size, count in shares) == pytest.approx(min(all_steps))
 
 
-def test_replicas_of_two_clusters_are_planned_together() -> None:
+@pytest.mark.parametrize("stage", [1, 2])
+def test_replicas_of_two_clusters_are_planned_together(stage: int) -> None:
     """Eight GPUs against four of the same kind: two thirds of the samples, whether in lockstep or not."""
     link = {"bandwidth_gb_per_s": 300, "latency_us": 5}
     clusters = [
         load_cluster({"nodes": [{"name": "n", "device": "A100-SXM-80GB", "count": count, "link": link}]})
         for count in (8, 4)
     ]
-    for stage in (1, 2):
-        found = plan_replicas(clusters, load_model("gpt-7b"), Workload(seq_len=16384, zero_stage=stage), 12)
-        assert found.split.samples_of == (8, 4)
-        assert [schedule.ranks for schedule in found.schedules] == [tuple(range(8)), tuple(range(8, 12))]
-        assert max(found.busy_s) == pytest.approx(found.step_s)
-        assert found.even_s is not None and found.even_s > 1.2 * found.step_s
+    found = plan_replicas(clusters, load_model("gpt-7b"), Workload(seq_len=16384, zero_stage=stage), 12)
+    assert found.split.samples_of == (8, 4)
+    assert [schedule.ranks for schedule in found.schedules] == [tuple(range(8)), tuple(range(8, 12))]
+    assert max(found.busy_s) == pytest.approx(found.step_s)
+    assert found.even_s is not None and found.even_s > 1.2 * found.step_s

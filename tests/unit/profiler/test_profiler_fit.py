@@ -10,7 +10,7 @@ import pytest
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.errors import ClusterError
-from ds_hetero.profiler.cluster_file import RankFacts, calibrate, cluster_content, fingerprint, nodes_of
+from ds_hetero.profiler.cluster_file import RankFacts, cluster_content, fingerprint, nodes_of
 from ds_hetero.profiler.fit import (
     AttentionSample,
     LayerSample,
@@ -168,9 +168,6 @@ def test_a_profile_becomes_a_cluster_file():
     assert cluster.nic_bytes_per_s.tolist() == pytest.approx([1e9, 1e9])
     assert cluster.link(1, 2).all_to_all_efficiency == pytest.approx(0.8)
     assert content["profile"]["fingerprint"] == fingerprint(ranks)
-    assert calibrate(content) == content
-    with pytest.raises(ClusterError, match="no profile of version 1"):
-        calibrate({"nodes": []})
     assert {"CPU, layer forward", "CPU#2, attention backward", "inside a", "network"} <= set(
         content["profile"]["fit_errors"]
     )

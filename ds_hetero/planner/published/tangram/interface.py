@@ -121,11 +121,6 @@ class PartialPlan:
     memory_bytes: float  # of the fullest device
     output_shape: tuple[int, int, int]  # of the activations that leave a lane: samples, tokens, hidden size
 
-    @property
-    def samples_per_s(self) -> float:
-        """Throughput of this part alone, all lanes together."""
-        return self.data_parallel * self.micro_batch_size / self.period_s
-
 
 class Parallelizer(Protocol):
     """Plans a slice of a model on equal devices."""

@@ -16,12 +16,12 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.decision.facts import ModelFacts
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
-from ds_hetero.models.shapes import ModelSlice
 from ds_hetero.planner.pipeline_search.finish import finish, memory_bytes, to_plan
 from ds_hetero.planner.pipeline_search.starts import judge_layers
 from ds_hetero.planner.pipelines.given import judge_plan, owners_of
 from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of, gathered_elements, reduced_elements
 from ds_hetero.values.plans import read_plan
+from tests.unit.cost.test_cost_stage import parameters_of
 
 CLUSTER = load_cluster("hexiscale-setting-2")
 WORK = Workload(seq_len=4096, zero_stage=0)
@@ -47,7 +47,7 @@ def test_weighted_owners_send_and_own_what_the_chunks_say():
     )
     chunks = chunks_of("weight", layout, owner_weights={0: 1.0, 1: 1.0, 2: 0.5, 3: 2.0})
     busiest = max(max(reduced_elements(chunks, rank), gathered_elements(chunks, rank)) for rank in range(4))
-    parameters = ModelSlice.of(MODEL, 0, 1).num_parameters
+    parameters = parameters_of(MODEL, 0, 1)
     expected_s = 2 * busiest / width * parameters * 2 / CLUSTER.network.bytes_per_s
     assert times.times(PIPELINES, weights).total_s == pytest.approx(expected_s, rel=1e-3)
     owned = times.owned_parameters(PIPELINES, weights) / parameters
@@ -56,7 +56,7 @@ def test_weighted_owners_send_and_own_what_the_chunks_say():
 
 def test_weights_are_fitted_to_what_ranks_may_own_and_stay_even_where_they_can():
     times = GradientTimes(CLUSTER, MODEL, WORK, FREE)
-    parameters = ModelSlice.of(MODEL, 0, 1).num_parameters
+    parameters = parameters_of(MODEL, 0, 1)
     assert times.fit(PIPELINES, np.full(3, parameters)).tolist() == [1, 1, 1]
     most = np.array([0.5, 0.1, 0.7]) * parameters
     weights = times.fit(PIPELINES, most)

@@ -16,7 +16,6 @@ from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
-from ds_hetero.models.shapes import ModelSlice
 from ds_hetero.planner.pipeline_search.batches import balance_bound_s
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator
 from ds_hetero.planner.pipeline_search.search import Search
@@ -30,6 +29,7 @@ from ds_hetero.planner.published.hexiscale import plan_hexiscale
 from ds_hetero.planner.published.tangram import plan_tangram
 from ds_hetero.planner.published.tangram.planner import TANGRAM
 from ds_hetero.values.plans import read_plan
+from tests.unit.cost.test_cost_stage import parameters_of
 
 MODEL = load_model("llama-2-7b")
 WORK = Workload(seq_len=4096)
@@ -57,7 +57,7 @@ def owned_parameters(plan, model, stage, rank):
             other = next(each for each in pipeline.stages if each.layers[0] <= layer < each.layers[1])
             holders += other.ranks if other.inner == "sequence" else other.ranks[:1]
         share = weights[rank] / sum(weights[holder] for holder in holders)
-        owned += ModelSlice.of(model, layer, layer + 1).num_parameters * share
+        owned += parameters_of(model, layer, layer + 1) * share
     return owned / (len(stage.ranks) if stage.inner == "tensor" else 1)
 
 
@@ -71,14 +71,16 @@ def assert_sound(found, cluster, model, samples):
     work = costs.workload
     for pipeline in plan.pipelines:
         for j, stage in enumerate(pipeline.stages):
-            part, cut = ModelSlice.of(model, *stage.layers), len(stage.ranks) if stage.inner == "tensor" else 1
+            parameters, cut = parameters_of(model, *stage.layers), len(stage.ranks) if stage.inner == "tensor" else 1
             tokens_of = stage.schedule.tokens(costs.seq_len) if stage.schedule else {}
             for rank in stage.ranks:
                 device = cluster.devices[rank]
-                states = part.num_parameters / cut * (2 + 4) + 12 * owned_parameters(plan, model, stage, rank)
+                states = parameters / cut * (2 + 4) + 12 * owned_parameters(plan, model, stage, rank)
                 if work.activation_checkpointing:
                     tokens = pipeline.micro_batch_size * tokens_of.get(rank, costs.seq_len)
-                    states += pipeline.in_flight(j) * part.layers * tokens * model.hidden_size * 2
+                    states += (
+                        pipeline.in_flight(j) * (stage.layers[1] - stage.layers[0]) * tokens * model.hidden_size * 2
+                    )
                 assert states < device.memory_bytes - device.reserved_bytes
                 assert plan.predicted["memory_bytes"][str(rank)] >= states * 0.99
                 assert plan.predicted["memory_bytes"][str(rank)] <= device.memory_bytes - device.reserved_bytes

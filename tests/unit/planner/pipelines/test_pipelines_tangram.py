@@ -153,10 +153,10 @@ def test_plans_use_equal_lanes_over_all_islands():
     assert plan_tangram(costs, goal_of(costs), 64) == plan
 
 
-def test_equal_devices_are_planned_as_by_the_best_homogeneous_planner():
-    for nodes in ([("A100-SXM-80GB", 8)], [("RTX-4090", 4), ("RTX-4090", 4)]):
-        costs = CalibratedStageCosts(cluster_of(*nodes), MODEL, WORK)
-        grid = best_grid(costs, goal_of(costs), 32, (1, 2))[0]
-        plan = plan_tangram(costs, goal_of(costs), 32)
-        assert len(plan.islands) == 1
-        assert plan.candidate.step_s <= grid.step_s * 1.001
+@pytest.mark.parametrize("nodes", [[("A100-SXM-80GB", 8)], [("RTX-4090", 4), ("RTX-4090", 4)]])
+def test_equal_devices_are_planned_as_by_the_best_homogeneous_planner(nodes):
+    costs = CalibratedStageCosts(cluster_of(*nodes), MODEL, WORK)
+    grid = best_grid(costs, goal_of(costs), 32, (1, 2))[0]
+    plan = plan_tangram(costs, goal_of(costs), 32)
+    assert len(plan.islands) == 1
+    assert plan.candidate.step_s <= grid.step_s * 1.001
