@@ -65,6 +65,7 @@ _TRAINER = "tests/integration/trainer/test_trainer.py::test_training_equals_one_
 _EXAMPLES = "tests/integration/test_examples.py::test_example_trains_alike_on_uneven_ranks_and_in_one_process"
 _ZERO12 = "tests/integration/zero/test_zero12.py::test_training_equals_equal_partitions"
 _ZERO3 = "tests/integration/zero/test_zero3.py::test_training_equals_that_of_equal_shards"
+_WITHIN = "tests/integration/zero/test_zero_within_nodes.py::"
 
 
 _TRL = "tests/integration/trainer/test_trl.py::"
@@ -530,6 +531,19 @@ _FEATURE_ROWS = (
         tests=(_ZERO12,),
     ),
     Row(what="ZeRO-3 by weights, with offload of parameters and optimizer", status="tested", tests=(_ZERO3,)),
+    Row(
+        what="ZeRO-3 inside unequal nodes, copied across them (`zero_within`)",
+        status="tested",
+        tests=(
+            _WITHIN + "test_training_equals_that_of_one_process",
+            _WITHIN + "test_between_nodes_only_gradients_travel_and_once_a_step",
+        ),
+    ),
+    Row(
+        what="`zero_within` with ZeRO 0 to 2, offload, `elastic`",
+        status="refused",
+        tests=(_WITHIN + "test_what_does_not_work_is_refused_by_name_on_every_rank",),
+    ),
     Row(
         what="`deepspeed.zero.Init`, `from_pretrained` under ZeRO-3",
         status="tested",

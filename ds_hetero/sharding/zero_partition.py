@@ -10,11 +10,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import ceil, isfinite
+from typing import Literal
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.values.splits import Split
+from ds_hetero.values.splits import Piece, Split, refine, share
 
 ALIGNMENT = 128  # elements: 256 bytes of a 16-bit type, what vectorized kernels and NCCL's fast paths want
 LEAST_ALIGNMENT = 2  # elements: DeepSpeed wants partitions to start at multiples of 4 bytes
@@ -206,3 +208,47 @@ def cut_parameter(num_elements: int, weights: Sequence[float]) -> Split:
 def cut_as_deepspeed(num_elements: int, num_ranks: int) -> Split:
     """DeepSpeed's own cut of one parameter on stage 3: shards of one size, the end padded."""
     return Split((ceil(num_elements / num_ranks),) * num_ranks)
+
+
+@lru_cache(maxsize=4096)
+def node_pieces(num_elements: int, weights: tuple[tuple[float, ...], ...]) -> tuple[Piece, ...]:
+    """Pieces of a parameter that every node cuts for itself: one rank of each node has a piece, one node adds it up.
+
+    Args:
+        weights: of the ranks of every node, positive.
+
+    Returns:
+        The pieces in order, without padding. Their ``owners`` are the part in the cut of every node, and last the node
+        that adds the piece up; each node adds up as many elements as any other, give or take one.
+    """
+    cuts = [cut_parameter(num_elements, of_node).ranges for of_node in weights]
+    real = [Split(tuple(min(stop, num_elements) - min(start, num_elements) for start, stop in cut)) for cut in cuts]
+    return refine([*real, Split(share(num_elements, [1] * len(weights)))])
+
+
+def node_sizes(within: Literal["node"] | Sequence[int], local_ranks: Sequence[int]) -> tuple[int, ...]:
+    """Ranks of every node, from ``"zero_within"``.
+
+    Args:
+        within: the sizes; or ``"node"``, with which a node begins at every local rank 0.
+        local_ranks: LOCAL_RANK of every rank, -1 where it has none.
+
+    Raises:
+        ConfigError: sizes that are not those of two nodes or more, of all ranks together; ranks that are not numbered
+            node by node.
+    """
+    world, sizes = len(local_ranks), within
+    if isinstance(sizes, str):
+        starts = [rank for rank, local in enumerate(local_ranks) if local == 0]
+        sizes = [stop - start for start, stop in pairwise([*starts, world])]
+        if [local for size in sizes for local in range(size)] != list(local_ranks):
+            raise ConfigError(
+                f'"zero_within": "node" needs ranks that are numbered node by node, but LOCAL_RANK by rank is '
+                f"{list(local_ranks)}. Give the ranks of every node, such as [2, 1]."
+            )
+    if sum(sizes) != world or len(sizes) < 2:
+        raise ConfigError(
+            f'"zero_within" divides {world} ranks into nodes of {list(sizes)}. Give two nodes or more, with all ranks '
+            "of the job; leave it out on one node."
+        )
+    return tuple(sizes)

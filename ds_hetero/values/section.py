@@ -139,6 +139,7 @@ class HeterogeneitySection(BaseModel):
         | None
     ) = None
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
+    zero_within: Literal["node"] | list[Annotated[int, Field(ge=1, le=MAX_RANKS)]] | None = None
     replan: ReplanSection = ReplanSection()
     verify: Literal["first_batch", "always", "off"] = "first_batch"
     report: str | None = Field(default=None, min_length=1, max_length=4096)
@@ -216,6 +217,7 @@ _ACCEPTED = {
     "tile_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a tile of MLPs and logits",
     "loss": '"replica_mean", "local_mean", "local_sum" or "local_share", for a loss that the script computes itself; '
     '"sample_mean", "label_mean" or "token_mean", for that of a module that is not split',
+    "zero_within": '"node", or the ranks of every node, such as [2, 1]',
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}, or '
     '{"report_only": true}',

@@ -43,10 +43,10 @@ from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.job.start import check_facts, expect_kernel
 from ds_hetero.planner.pipelines.given import judge_given
 from ds_hetero.reporting.run_file import expect_writable
-from ds_hetero.sharding.zero_partition import check_weights, is_even
+from ds_hetero.sharding.zero_partition import check_weights, is_even, node_sizes
 from ds_hetero.values.baselines import FROM_DEVICES
 from ds_hetero.values.plans import Plan
-from ds_hetero.values.section import SECTION
+from ds_hetero.values.section import SECTION, HeterogeneitySection
 
 
 def examine_section(config: Path, model_facts: ModelFacts, world_size: int, model: nn.Module | None) -> JsonDict:
@@ -103,7 +103,7 @@ def _decision(
     if decision.plan.batch_split is not None and section.batch is None:
         expect_batch_of_replicas(ds_config, decision.plan.batch_split, world_size, facts.training.sp_size)
     if decision.zero_weights is not None:
-        _expect_partition(ds_config, decision.zero_weights, model)
+        _expect_partition(section, ds_config, decision.zero_weights, model)
     report: JsonDict = {"schedules": [schedule.to_dict() for schedule in decision.plan.schedules]}
     if decision.forecasts:
         report["predicted"] = [replica.prediction.to_dict() for replica in decision.forecasts]
@@ -128,20 +128,26 @@ def _check_before_deciding(
         check_facts(facts, world_size)
     if isinstance(section.zero_partition, list):
         check_weights(section.zero_partition, world_size, zero_stage=facts.training.zero_stage)
-        _expect_partition(ds_config, section.zero_partition, model)
+    if isinstance(section.zero_within, list):
+        node_sizes(section.zero_within, range(world_size))
+    weights = section.zero_partition if isinstance(section.zero_partition, list) else (1.0,) * world_size
+    _expect_partition(section, ds_config, weights, model)
     if plan is None:
         size = replica_size(facts.sp_sizes, world_size)
         if section.cluster != "measure":
             clusters_of_replicas(section, load_cluster(section.cluster), [size] * (world_size // size))
 
 
-def _expect_partition(ds_config: JsonObject, weights: Sequence[float], model: nn.Module | None) -> None:
-    """Refuse unequal ZeRO partitions that DeepSpeed's settings rule out; says nothing where DeepSpeed is missing.
+def _expect_partition(
+    section: HeterogeneitySection, ds_config: JsonObject, weights: Sequence[float], model: nn.Module | None
+) -> None:
+    """Refuse ZeRO partitions of our own that DeepSpeed's settings rule out; says nothing where DeepSpeed is missing.
 
     Raises:
         ConfigError: as the start of the job.
     """
-    if not is_even(weights) and find_spec("deepspeed") is not None:
+    ours = section.zero_within is not None or not is_even(weights)
+    if ours and find_spec("deepspeed") is not None:
         from ds_hetero.frameworks.deepspeed.zero.optimizers import expect_possible
 
         expect_possible(ds_config, weights, model)

@@ -172,14 +172,14 @@ class EngineInstaller(Installer):
         """Let stock build the engine without sequence parallelism and with our ZeRO optimizers."""
         replica = prepared.model.replica
         config = plain_configuration(self._ds_config, replica, sp_size)
-        weights = optimizers.agree_on_weights(
+        weights, nodes = optimizers.agree_on_owners(
             prepared.start, self._ds_config, prepared.model.model, self._given.get("optimizer")
         )
         stage3.gather_experts_at_once(self._registry.adapters.models.containers_of_experts(prepared.model.model))
         replica_state = SequenceParallelState(replica, sp_size)
         with (
             _sequence_parallelism_hidden(replica_state, self._registry),
-            optimizers.optimizers_in_place(config, weights),
+            optimizers.optimizers_in_place(config, weights, nodes),
         ):
             return self._call_stock(config, mpu=None)
 

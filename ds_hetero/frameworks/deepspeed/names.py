@@ -74,6 +74,9 @@ _STAGE_3 = (
     "_clear_fp32_optimizer_param_groups",
     "_create_fp16_sub_groups",
     "_fp32_state_allgather",
+    "_get_fp32_grad_state_partition",
+    "_get_norm_groups",
+    "_get_param_partition_group",
     "_get_param_partition_rank",
     "_rigid_state_dict",
     "_set_fp32_optimizer_param_groups",
@@ -82,10 +85,12 @@ _STAGE_3 = (
     "initialize_ds_offload",
     "load_hp_checkpoint_state",
     "load_hp_checkpoint_state_from_checkpoint_dir_stage3",
+    "partition_grads",
     "set_fp32_grad_for_param",
     "set_full_hp_param",
     "set_local_grad_for_param",
     "set_local_hp_param",
+    "step",
     "update_fp32_grad_for_param_vectorized",
 )
 _ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
@@ -123,6 +128,8 @@ PRIVATE_NAMES = (
 ATTRIBUTES = (
     "deepspeed.runtime.base_optimizer:ZeROOptimizer._epilogue_ran_this_backward",
     "deepspeed.runtime.engine:DeepSpeedEngine._config",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.__param_id_to_grad_partition",
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.grad_partitions_flat_buffer",
     "deepspeed.utils.mixed_precision_linkage:link_hp_params._hp_mapping",
 )
 """Private attributes that objects get while the program runs, and the source that sets them; checked in the tests."""

@@ -53,6 +53,7 @@ SECTION_KEYS: Mapping[str, SectionKey] = {
     "elastic": _refused("stages cannot go on from memory with other ranks yet", None),
     "placement.mode": _refused("batches are cut by their length", "stream"),
     "loss": _refused("pipelines compute the loss of the model themselves", None),
+    "zero_within": _refused("a plan of pipelines has owners of its own", None),
     "zero_partition": _refused('optimizer state follows "zero.owner_weights" of the plan', "uniform"),
     "verify": _refused("no rank holds the whole model that the stages would be compared with", "off"),
     "report": _FOLLOWED,

@@ -64,18 +64,25 @@ def start(weights: Any, schedule: Any = ONE_EACH, model: Any = None, **more: Any
 
     handle = ds_hetero.register()
     zero = {"stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
+    section = {**more.pop("section", {})}
     config = ds_config(3, schedule, zero=zero, zero_force_ds_cpu_optimizer=False, **more)
     if weights is not None:
-        config["heterogeneity"]["zero_partition"] = list(weights)
+        section |= {"zero_partition": list(weights)}
+    if section:
+        config["heterogeneity"] |= section
     model = llama() if model is None else model
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)
+    return handle, engine
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """With two groups of parameters."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for name, p in named if "norm" not in name], "weight_decay": 0.1},
         {"params": [p for name, p in named if "norm" in name], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return handle, engine
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
 
 
 def train(handle: Any, engine: Any, whole: list[Any]) -> tuple[list[float], list[float]]:
@@ -159,7 +166,7 @@ def _move_shards(rank: int) -> None:
             assert flat.numel() == cut.total
             assert torch.equal(flat[: whole.numel()], whole)
         with CommDebugMode() as comms:
-            reduced = reduce_to_owners([whole * (rank + 1) for whole in wholes], cuts, dist.group.WORLD)
+            reduced = reduce_to_owners([whole * (rank + 1) for whole in wholes], cuts, dist.group.WORLD, 3)
         assert comms.get_total_counts() == 1  # a reduce_scatter
         for mine, shard in zip(reduced, shards, strict=True):
             torch.testing.assert_close(mine, shard * 2)  # the mean of once, twice and three times

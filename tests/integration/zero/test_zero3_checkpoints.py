@@ -34,6 +34,13 @@ from tests.integration.tiny import (
 from tests.integration.zero.test_zero3 import start, states
 from tests.support import run_deepspeed
 
+# One group over the ranks of two nodes.
+UNEVEN_3 = {
+    "version": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "groups": [{"ranks": [0, 1, 2], "tokens": [3, 1, 2], "heads": [2, 1, 1]}],
+}
 STEPS = 2  # before the checkpoint, and after it
 SMALL = {"sub_group_size": 4000, "stage3_gather_16bit_weights_on_model_save": True}
 # By name: ranks, schedule, weights. Without a schedule it is DeepSpeed alone.
@@ -43,8 +50,10 @@ LAYOUTS: dict[str, Any] = {
     "3:1": (2, UNEVEN_2, (3, 1)),
     "1:4": (2, UNEVEN_2, (1, 4)),
     "4:3:2:1": (4, UNEVEN_4, (4, 3, 2, 1)),
+    "nodes": (3, UNEVEN_3, (3, 1, 2)),
 }
-SAVED = ("deepspeed", "3:1", "1:4", "4:3:2:1")  # "equal" saves what "deepspeed" does
+NODES = {"nodes": [2, 1]}
+SAVED = ("deepspeed", "3:1", "1:4", "4:3:2:1", "nodes")  # "equal" saves what "deepspeed" does
 # DeepSpeed loads those of as many ranks; of what our loader does for equal shards, the rest is DeepSpeed's.
 LOADED_BY = {
     "deepspeed": SAVED[:3],
@@ -52,6 +61,7 @@ LOADED_BY = {
     "3:1": (*SAVED, "universal"),
     "1:4": (*SAVED, "universal"),
     "4:3:2:1": (*SAVED, "universal"),
+    "nodes": (*SAVED, "universal"),
 }
 LOADS = [(layout, checkpoint) for layout, checkpoints in LOADED_BY.items() for checkpoint in checkpoints]
 
@@ -66,7 +76,9 @@ def partly_frozen() -> Any:
 def launch(layout: str, model: Any = None, **more: Any) -> tuple[Any, Any]:
     """Handle, if it is not DeepSpeed alone, and engine."""
     _, schedule, weights = LAYOUTS[layout]
-    handle, engine = start(weights, schedule, partly_frozen() if model is None else model, zero=SMALL, **more)
+    section = {"zero_within": NODES[layout]} if layout in NODES else {}
+    model = partly_frozen() if model is None else model
+    handle, engine = start(weights, schedule, model, zero=SMALL, section=section, **more)
     return (handle if schedule else None), engine
 
 
@@ -86,9 +98,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]
     """A folder with the checkpoints, and by layout what training on from it comes to."""
     folder = tmp_path_factory.mktemp("checkpoints")
     whole = batches(2 * STEPS)
-    of_ranks = {ranks: [name for name in SAVED if LAYOUTS[name][0] == ranks] for ranks in (2, 4)}
-    ends = run_deepspeed(_save_all, 2, str(folder), of_ranks[2], whole)[0]
-    ends |= run_deepspeed(_save_all, 4, str(folder), of_ranks[4], whole)[0]
+    of_ranks = {ranks: [name for name in SAVED if LAYOUTS[name][0] == ranks] for ranks in (2, 3, 4)}
+    ends = {}
+    for ranks, layouts in of_ranks.items():
+        ends |= run_deepspeed(_save_all, ranks, str(folder), layouts, whole)[0]
     _convert_to_universal(folder / "3:1", folder / "universal")
     return str(folder), ends
 

@@ -65,6 +65,7 @@ ASKED = {
     "layout": {"layout": "zigzag"},
     "loss": {"loss": "local_sum"},
     "zero_partition": {"zero_partition": "memory"},
+    "zero_within": {"zero_within": "node"},
     "batch": {"batch": [1]},
     "elastic": {"elastic": {}},
     "placement.mode": {"placement": "documents"},

@@ -19,6 +19,8 @@ from ds_hetero.sharding.zero_partition import (
     cut_parameter,
     is_even,
     moves,
+    node_pieces,
+    node_sizes,
     round_robin_order,
 )
 from ds_hetero.values.splits import Split
@@ -174,3 +176,47 @@ def test_deepspeeds_own_cut_pads_the_end():
     assert cut_as_deepspeed(10, 4).sizes == (3, 3, 3, 3)
     assert cut_as_deepspeed(2, 4).sizes == (1, 1, 1, 1)
     assert cut_as_deepspeed(0, 2).sizes == (0, 0)
+
+
+def test_pieces_of_two_nodes_end_where_either_cuts_and_in_the_middle():
+    # 10 elements: 3:1 is 8 + 2 (7.5 rounded to even), one rank alone has all; each node adds up five.
+    pieces = node_pieces(10, ((3.0, 1.0), (2.0,)))
+    assert [(piece.start, piece.stop, piece.owners) for piece in pieces] == [
+        (0, 5, (0, 0, 0)),
+        (5, 8, (0, 0, 1)),
+        (8, 10, (1, 0, 1)),
+    ]
+
+
+@given(st.integers(1, 20_000), st.lists(st.lists(positive, min_size=1, max_size=4).map(tuple), min_size=2, max_size=4))
+def test_pieces_lie_in_one_shard_of_every_node_and_are_added_up_in_equal_parts(num_elements, weights):
+    pieces = node_pieces(num_elements, tuple(weights))
+    assert [piece.start for piece in pieces] == [0, *(piece.stop for piece in pieces[:-1])]
+    assert pieces[-1].stop == num_elements
+    added = [0] * len(weights)
+    for piece in pieces:
+        *owners, adder = piece.owners
+        for owner, of_node in zip(owners, weights, strict=True):
+            start, stop = cut_parameter(num_elements, of_node).ranges[owner]
+            assert start <= piece.start < piece.stop <= stop
+        added[adder] += piece.size
+    assert max(added) - min(added) <= 1
+
+
+def test_nodes_follow_from_local_ranks_or_are_given():
+    assert node_sizes("node", [0, 1, 0, 0, 1, 2]) == (2, 1, 3)
+    assert node_sizes([3, 1], [0, 1, 2, 3]) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("within", "local_ranks", "message"),
+    [
+        ("node", [0, 0, 1, 1], "LOCAL_RANK by rank is"),
+        ("node", [-1, -1], "LOCAL_RANK by rank is"),
+        ("node", [0, 1], r"divides 2 ranks into nodes of \[2\]"),
+        ([1, 2], [0, 1], r"divides 2 ranks into nodes of \[1, 2\]"),
+    ],
+)
+def test_other_nodes_are_refused(within, local_ranks, message):
+    with pytest.raises(ConfigError, match=message):
+        node_sizes(within, local_ranks)

@@ -1,7 +1,7 @@
 """Weighted ZeRO in DeepSpeed's engine: the optimizers put in place while it is built, and what they cannot do.
 
-    weights = agree_on_weights(start, ds_config, model, optimizer)
-    with optimizers_in_place(ds_config, weights):
+    weights, nodes = agree_on_owners(start, ds_config, model, optimizer)
+    with optimizers_in_place(ds_config, weights, nodes):
         engine, *_ = deepspeed.initialize(...)
     checkpoints = stage3_checkpoints(engine)
 
@@ -14,6 +14,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +30,13 @@ from ds_hetero.engine.ds_config import DsConfig, read_training_facts
 from ds_hetero.engine.patching import Function, Patches
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.protocols import Content, Engine
-from ds_hetero.frameworks.deepspeed.zero.stage3 import check_stage3, make_stage3_optimizer
+from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes
+from ds_hetero.frameworks.deepspeed.zero.stage3 import check_nodes, check_stage3, make_stage3_optimizer
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.sharding.zero_partition import check_weights, is_even
+from ds_hetero.sharding.zero_partition import check_weights, is_even, node_sizes
+from ds_hetero.values.section import SECTION
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +73,9 @@ OPTIMIZERS: dict[int, Replacement] = {1: _STAGES_1_AND_2, 2: _STAGES_1_AND_2, 3:
 """By ZeRO stage."""
 
 
-def agree_on_weights(start: JobStart, ds_config: DsConfig, model: torch.nn.Module, optimizer: Any) -> tuple[float, ...]:
+def agree_on_owners(
+    start: JobStart, ds_config: DsConfig, model: torch.nn.Module, optimizer: Any
+) -> tuple[tuple[float, ...], Nodes | None]:
     """Decide the ZeRO shares of all ranks and check them against the rest of the configuration.
 
     Args:
@@ -78,25 +83,30 @@ def agree_on_weights(start: JobStart, ds_config: DsConfig, model: torch.nn.Modul
         optimizer: given to ``deepspeed.initialize``, if any.
 
     Returns:
-        One weight per rank, the same on every rank.
+        One weight per rank, the same on every rank; and the nodes each of which owns everything, if any.
 
     Caller: every rank of the world.
-    Collectives: one `on_all_ranks`.
+    Collectives: one `on_all_ranks`; those of `Nodes.of_job`.
 
     Raises:
         ConfigError: on every rank; see `expect_possible` and `ds_hetero.sharding.zero_partition.check_weights`.
     """
+    within = start.section.zero_within
 
-    def decide() -> tuple[float, ...]:
+    def decide() -> tuple[tuple[float, ...], int]:
         weights = _weights_of(start, dist.get_world_size())
         expect_possible(ds_config, weights, model, optimizer)
-        return weights
+        return weights, int(os.environ.get("LOCAL_RANK", -1))
 
-    weights = on_all_ranks(decide)[0]
-    if dist.get_rank() == 0 and not is_even(weights):
-        shares = ", ".join(f"{weight / sum(weights):.1%}" for weight in weights)
+    decided = on_all_ranks(decide)
+    weights, nodes = decided[0][0], None
+    if within is not None:
+        nodes = Nodes.of_job(node_sizes(within, [local_rank for _, local_rank in decided]), weights)
+    if dist.get_rank() == 0 and not (is_even(weights) and nodes is None):
+        owning = [weights] if nodes is None else nodes.weights
+        shares = ", ".join(f"{weight / sum(of_node):.1%}" for of_node in owning for weight in of_node)
         logger.info("ZeRO-%d partitions by rank: %s", start.facts.training.zero_stage, shares)
-    return weights
+    return weights, nodes
 
 
 def _weights_of(start: JobStart, world_size: int) -> tuple[float, ...]:
@@ -127,7 +137,10 @@ def expect_possible(
     Raises:
         ConfigError: they cannot; the message names what stands against it.
     """
-    if is_even(weights):
+    is_within = ds_config.get(SECTION, {}).get("zero_within") is not None
+    if is_within:
+        check_nodes(ds_config)
+    if is_even(weights) and not is_within:
         return
     training = read_training_facts(ds_config)
     if training.zero_stage == 0:
@@ -145,21 +158,20 @@ def expect_possible(
         refused.append("a mixture of experts over expert-parallel groups")
     if refused:
         raise ConfigError(
-            f'"zero_partition" other than "uniform" does not work together with {" and ".join(refused)}, which '
-            'computes with equal partitions. Remove one of them, or set "zero_partition": "uniform".'
+            f'"zero_partition" other than "uniform", and "zero_within", do not work together with '
+            f"{' and '.join(refused)}, which computes with equal partitions of the job. Remove one of them."
         )
     OPTIMIZERS[training.zero_stage].check(ds_config)
 
 
 @contextlib.contextmanager
-def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float]) -> Iterator[None]:
+def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float], nodes: Nodes | None) -> Iterator[None]:
     """Let an engine that is built inside take our optimizer for its ZeRO stage, if there is one."""
     patches = Patches()
     training = read_training_facts(ds_config)
     if ours := OPTIMIZERS.get(training.zero_stage):
-        patches.replace(
-            importlib.import_module(ours.module), ours.name, lambda stock: _choose(stock, ours.make, weights)
-        )
+        make = functools.partial(ours.make, weights=weights, **({} if nodes is None else {"nodes": nodes}))
+        patches.replace(importlib.import_module(ours.module), ours.name, lambda stock: _choose(stock, make))
     in_fp32 = training.accumulates_in_fp32 and training.mixed_precision == "bfloat16"
     if training.zero_stage == 1 and not is_even(weights) and in_fp32:
         # For bf16 parameters and fp32 accumulation DeepSpeed has an optimizer of its own, with equal partitions. The
@@ -178,14 +190,14 @@ def stage3_checkpoints(engine: Engine) -> Stage3Checkpoints | None:
     return Stage3Checkpoints(engine) if ours and has_state else None
 
 
-def _choose(stock: Function, ours: Function, weights: Sequence[float]) -> Function:
+def _choose(stock: Function, ours: Function) -> Function:
     """Make our optimizer, but DeepSpeed's for experts, whose groups have fewer ranks than there are weights."""
 
     @functools.wraps(stock)
     def make(*args: object, **kwargs: object) -> object:
         if kwargs.get("has_moe_layers"):
             return stock(*args, **kwargs)
-        return ours(*args, weights=weights, **kwargs)
+        return ours(*args, **kwargs)
 
     return make
 

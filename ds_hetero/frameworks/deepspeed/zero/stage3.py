@@ -1,9 +1,10 @@
 """ZeRO-3 with parameters, gradients and optimizer state owned in proportion to weights.
 
 DeepSpeed's optimizer works on the local shards of parameters, whatever their sizes, once it has them; the shards are
-exchanged as soon as its parent object has made them. What is left to override is where it computes the place of a
-shard from its size and the rank, or counts on all shards having one size: averaging gradients, gathering and setting
-states, sub-groups, checkpoints. Methods with names like ``_DeepSpeedZeroOptimizer_Stage3__x`` are its private ones.
+exchanged as soon as its parent object has made them, with `Nodes` so that every node has all. What is left to override
+is where it computes the place of a shard from its size and the rank, or counts on all shards having one size: averaging
+gradients, gathering and setting states, sub-groups, checkpoints. Methods with names like
+``_DeepSpeedZeroOptimizer_Stage3__x`` are its private ones.
 
 In a checkpoint the shards are again of one size, see `stage3_checkpoint`.
 
@@ -41,13 +42,15 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.engine.ds_config import DsConfig
 from ds_hetero.engine.patching import Function
-from ds_hetero.errors import CheckpointError, ConfigError
+from ds_hetero.errors import CheckpointError, ConfigError, StepError
 from ds_hetero.frameworks.deepspeed.in_memory import read_part
 from ds_hetero.frameworks.deepspeed.protocols import State, ZeroParameter
+from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes, chunks, exchange
 from ds_hetero.sharding.zero_partition import FlatGroup, Move, cut_as_deepspeed, cut_parameter, is_even, moves
+from ds_hetero.values.section import SECTION
 from ds_hetero.values.splits import Split
 
-_CUT = "ds_hetero_cut"
+_CUT, _GROUP = "ds_hetero_cut", "ds_hetero_owners"
 
 
 def is_weighted(param: ZeroParameter) -> bool:
@@ -63,7 +66,15 @@ def cut_of(param: ZeroParameter) -> Split:
     return cut_as_deepspeed(param.ds_numel, dist.get_world_size(group=param.ds_process_group))
 
 
-def recut(params: Iterable[ZeroParameter], weights: Sequence[float], *, one_by_one: bool = False) -> None:
+def owning_group(param: ZeroParameter) -> ProcessGroup:
+    """The ranks that a parameter is cut for: those of this node with `Nodes`, else its ``ds_process_group``."""
+    group: ProcessGroup = getattr(param, _GROUP, param.ds_process_group)
+    return group
+
+
+def recut(
+    params: Iterable[ZeroParameter], weights: Sequence[float], nodes: Nodes | None = None, *, one_by_one: bool = False
+) -> None:
     """Exchange DeepSpeed's shards of ``params`` for shards in proportion to ``weights``.
 
     Caller: every rank, with the same parameters in the same order, none of them gathered.
@@ -72,6 +83,7 @@ def recut(params: Iterable[ZeroParameter], weights: Sequence[float], *, one_by_o
     Args:
         params: ZeRO-3 parameters.
         weights: positive, one per rank.
+        nodes: each of which is to own all parameters.
         one_by_one: have later gathers take one parameter at a time (``stage3_allgather_sequential``).
 
     Raises:
@@ -85,17 +97,23 @@ def recut(params: Iterable[ZeroParameter], weights: Sequence[float], *, one_by_o
                 f'partitioned over {num_ranks} ranks, as experts are. Set "zero_partition": "uniform".'
             )
         param.all_gather()
-        equal, cut = param.ds_tensor, cut_parameter(param.ds_numel, weights)
-        shard: Any = own_shard(param.data.detach(), cut, param.ds_process_group).to(equal.device, copy=True)
+        equal = param.ds_tensor
+        setattr(param, _CUT, cut_parameter(param.ds_numel, weights if nodes is None else nodes.own_weights))
+        setattr(param, _GROUP, param.ds_process_group if nodes is None else nodes.group)
+        shard: Any = shard_of(param, param.data.detach()).to(equal.device, copy=True)
         if get_accelerator().is_pinned(equal):
             shard = get_accelerator().pin_memory(shard)
         shard.ds_numel = shard.numel()
         shard.status, shard.final_location = equal.status, equal.final_location
         param.ds_tensor = shard
-        param.ds_numel_aligned = cut.total
-        setattr(param, _CUT, cut)
+        param.ds_numel_aligned = cut_of(param).total
         param.all_gather_coalesced = functools.partial(_gather, one_by_one=one_by_one)
         param.partition()
+
+
+def shard_of(param: ZeroParameter, full: Tensor) -> Tensor:
+    """This rank's shard of a value for every element of a parameter: [n] -> [s]."""
+    return own_shard(full, cut_of(param), owning_group(param))
 
 
 def own_shard(full: Tensor, cut: Split, group: ProcessGroup) -> Tensor:
@@ -135,7 +153,7 @@ def writing_back(stock: Function) -> Function:
         init: object, param: ZeroParameter, *args: object, has_been_updated: bool = False, **kwargs: object
     ) -> object:
         if is_weighted(param) and has_been_updated and param.ds_status is ZeroParamStatus.AVAILABLE:
-            param.ds_tensor.data.copy_(own_shard(param.data, cut_of(param), param.ds_process_group))
+            param.ds_tensor.data.copy_(shard_of(param, param.data))
             has_been_updated = False  # what is left to do is to free the whole
         return stock(init, param, *args, has_been_updated=has_been_updated, **kwargs)
 
@@ -220,7 +238,7 @@ def _gather(
     by_type: dict[Any, list[Any]] = {}
     for param in params:
         dtype = get_allgather_dtype(param, param.ds_tensor)
-        by_type.setdefault((param.ds_id if one_by_one else None, dtype), []).append(param)
+        by_type.setdefault((param.ds_id if one_by_one else id(owning_group(param)), dtype), []).append(param)
     return _ParameterGathering(
         [
             (
@@ -228,7 +246,7 @@ def _gather(
                 all_gather_shards(
                     [param.ds_tensor.to(dtype) for param in batch],
                     [cut_of(param) for param in batch],
-                    batch[0].ds_process_group,
+                    owning_group(batch[0]),
                 ),
             )
             for (_, dtype), batch in by_type.items()
@@ -236,8 +254,8 @@ def _gather(
     )
 
 
-def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup) -> list[Tensor]:
-    """Average whole gradients over the ranks, each rank receiving its shards: [n] each -> [s] each.
+def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup, divisor: int) -> list[Tensor]:
+    """Add up whole gradients over the ranks and divide them, each rank receiving its shards: [n] each -> [s] each.
 
     Collectives: one reduce_scatter of a list, which NCCL and gloo run as one reduce per rank, all at once; a rank
         receives its shards of all gradients in one message.
@@ -247,7 +265,7 @@ def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: Proc
         torch.split(_padded(grad.reshape(-1), cut.total), list(cut.sizes))
         for grad, cut in zip(grads, cuts, strict=True)
     ]
-    flat = torch.cat([parts[owner] for owner in range(num_ranks) for parts in pieces]).div_(num_ranks)
+    flat = torch.cat([parts[owner] for owner in range(num_ranks) for parts in pieces]).div_(divisor)
     by_rank = list(torch.split(flat, [sum(cut.sizes[owner] for cut in cuts) for owner in range(num_ranks)]))
     received = torch.empty_like(by_rank[rank])
     dist.reduce_scatter(received, by_rank, group=group)
@@ -287,15 +305,37 @@ def gather_experts_at_once(containers: Iterable[nn.Module]) -> None:
         set_z3_leaf_module(container, True)
 
 
-def make_stage3_optimizer(module: Any, *args: object, weights: Sequence[float], **kwargs: object) -> Any:
+def check_nodes(ds_config: DsConfig) -> None:
+    """Check that a configuration asks for nothing that keeps shards from lying inside nodes.
+
+    Raises:
+        ConfigError: it does; names the setting.
+    """
+    zero = get_zero_config(ds_config)
+    refused = {
+        f"ZeRO stage {int(zero.stage)}": zero.stage != 3,
+        "offload_optimizer": zero.offload_optimizer is not None,
+        "offload_param": zero.offload_param is not None,
+        '"elastic"': ds_config[SECTION].get("elastic") is not None,
+    }
+    if against := [name for name, is_set in refused.items() if is_set]:
+        raise ConfigError(
+            f'"zero_within" copies the shards of ZeRO stage 3 across nodes, and does not work with '
+            f"{' and '.join(against)}. Remove one of them."
+        )
+
+
+def make_stage3_optimizer(
+    module: Any, *args: object, weights: Sequence[float], nodes: Nodes | None = None, **kwargs: object
+) -> Any:
     """DeepSpeed's optimizer of stage 3 for equal weights, ours for others and for models that had others before.
 
     May stand in the place of DeepSpeed's class while an engine is built, since the one module that then would derive
     a class from it has been imported before.
     """
-    if is_even(weights) and not any(map(is_weighted, module.parameters())):
+    if nodes is None and is_even(weights) and not any(map(is_weighted, module.parameters())):
         return DeepSpeedZeroOptimizer_Stage3(module, *args, **kwargs)
-    return WeightedZeroOptimizer3(module, *args, weights=weights, **kwargs)
+    return WeightedZeroOptimizer3(module, *args, weights=weights, nodes=nodes, **kwargs)
 
 
 class _Start:
@@ -313,21 +353,29 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
 
     Args:
         weights: positive, one per rank, as `check_weights` wants them.
+        nodes: each of which owns all parameters; None where the job owns them once.
         args: of `DeepSpeedZeroOptimizer_Stage3`.
         kwargs: of the same.
     """
 
     def __init__(
-        self, module: Any, init_optimizer: Any, *args: object, weights: Sequence[float], **kwargs: object
+        self,
+        module: Any,
+        init_optimizer: Any,
+        *args: object,
+        weights: Sequence[float],
+        nodes: Nodes | None,
+        **kwargs: object,
     ) -> None:
-        self.weights = tuple(weights)
+        self.weights, self.nodes = tuple(weights), nodes
+        self._has_crossed = False  # gradients, between nodes
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def initialize_ds_offload(self, **kwargs: object) -> Any:
         """DeepSpeed makes the parameters ZeRO-3's here, or finds them made; then their shards are exchanged."""
         offload = super().initialize_ds_offload(**kwargs)
         one_by_one = get_zero_config(kwargs["ds_config"]).allgather_sequential
-        recut(offload.module.parameters(), self.weights, one_by_one=one_by_one)
+        recut(offload.module.parameters(), self.weights, self.nodes, one_by_one=one_by_one)
         return offload
 
     # --- places that follow from sizes -----------------------------------------------------------------
@@ -344,46 +392,86 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
             elements += cut_as_deepspeed(param.ds_numel, self.partition_count).sizes[0]
         return groups
 
+    def _get_param_partition_group(self, param: ZeroParameter) -> ProcessGroup:
+        return owning_group(param)
+
     def _get_param_partition_rank(self, param: ZeroParameter) -> _Start:
-        return _Start(cut_of(param).cuts[dist.get_rank(group=param.ds_process_group)])
+        return _Start(cut_of(param).cuts[dist.get_rank(group=owning_group(param))])
 
     # --- gradients -------------------------------------------------------------------------------------
 
     def _average_to_owners(self, params: list[ZeroParameter], communication_data_type: torch.dtype) -> list[Tensor]:
         """With ``reduce_scatter``: every rank is sent its shards alone."""
         grads = [param.grad.to(communication_data_type) for param in params]
-        shards = reduce_to_owners(grads, [cut_of(param) for param in params], params[0].ds_process_group)
+        ranks = dist.get_world_size(group=params[0].ds_process_group)
+        shards = reduce_to_owners(grads, [cut_of(param) for param in params], owning_group(params[0]), ranks)
         return [shard.to(self.gradient_accumulation_dtype) for shard in shards]
 
     def _average_everywhere(self, bucket: Tensor, communication_data_type: torch.dtype) -> list[Tensor]:
         """Without ``reduce_scatter``: every rank is sent everything and keeps its shards."""
         params = self.ipg_buckets[communication_data_type].params
-        group = params[0].ds_process_group
-        average = bucket.to(communication_data_type).div_(dist.get_world_size(group=group))
-        dist.all_reduce(average, group=group)
-        grads = torch.split(average, [param.ds_numel for param in params])
-        return [
-            own_shard(grad, cut_of(param), group).to(self.gradient_accumulation_dtype)
-            for grad, param in zip(grads, params, strict=True)
-        ]
+        average = bucket.to(communication_data_type).div_(dist.get_world_size(group=params[0].ds_process_group))
+        dist.all_reduce(average, group=owning_group(params[0]))
+        grads = zip(params, torch.split(average, [param.ds_numel for param in params]), strict=True)
+        return [shard_of(param, grad).to(self.gradient_accumulation_dtype) for param, grad in grads]
 
     _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads = _average_to_owners
     _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads = _average_everywhere
+
+    def partition_grads(self, *args: object) -> object:
+        """Accumulate the gradients of a micro-batch, which stay in the node."""
+        if self._has_crossed and self.micro_step_id:
+            raise StepError(
+                'gradients were read, which adds them up over the nodes of "zero_within", and then accumulated. Read '
+                "them after the last backward of a step."
+            )
+        self._has_crossed = False
+        return super().partition_grads(*args)
+
+    def _cross_nodes(self) -> None:
+        """Add up the gradients of a step over nodes, before anybody looks at them."""
+        if self.nodes is None or self._has_crossed:
+            return
+        params = [param for group in self.fp16_groups for param in group if param.requires_grad]
+        grads = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        self.nodes.add_up([grads[param.ds_id] for param in params], [param.ds_numel for param in params])
+        self._has_crossed = True
+
+    def _get_fp32_grad_state_partition(self, *args: object, **kwargs: object) -> object:
+        self._cross_nodes()
+        return super()._get_fp32_grad_state_partition(*args, **kwargs)
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        """Train as DeepSpeed does, which does not clear gradients: a parameter without one would cross again."""
+        self._cross_nodes()
+        super().step(*args, **kwargs)
+        if self.nodes is not None:
+            self.grad_partitions_flat_buffer.zero_()
+            self._has_crossed = False
+
+    def _get_norm_groups(self) -> list[Tensor]:
+        """The norms of sub-groups; nodes add their parts up in other orders, and all take those of the first."""
+        norms: list[Tensor] = super()._get_norm_groups()
+        if self.nodes is None:
+            return norms
+        stacked = torch.stack(norms)
+        dist.broadcast(stacked, 0, group=self.dp_process_group)
+        return list(stacked)
 
     # --- whole gradients and states --------------------------------------------------------------------
 
     def _fp32_state_allgather(self, param: ZeroParameter, fp32_state_partition: Tensor) -> Tensor:
         shard = fp32_state_partition.to(self.master_weights_and_grads_dtype)
-        (flat,) = all_gather_shards([shard], [cut_of(param)], param.ds_process_group).wait()
+        (flat,) = all_gather_shards([shard], [cut_of(param)], owning_group(param)).wait()
         return flat[: param.ds_numel].view(param.ds_shape)
 
     def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """Set a master weight or, by key, an optimizer state of a parameter: [n]."""
-        self.set_local_hp_param(own_shard(value, cut_of(param), param.ds_process_group), param, optim_state_key)
+        self.set_local_hp_param(shard_of(param, value), param, optim_state_key)
 
     def set_fp32_grad_for_param(self, value: Tensor, param: ZeroParameter) -> None:
         """Set the gradient of a parameter: [n]."""
-        self.set_local_grad_for_param(own_shard(value, cut_of(param), param.ds_process_group), param)
+        self.set_local_grad_for_param(shard_of(param, value), param)
 
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[[Tensor, Any], Tensor], param_list: Sequence[ZeroParameter]
@@ -417,7 +505,7 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         """This rank's shard of one state of one parameter in a universal checkpoint."""
         saved = torch.load(os.path.join(folder, f"{key}.pt"), weights_only=False)
         state = saved[PARAM] if isinstance(saved, Mapping) else saved
-        return own_shard(state, cut_of(param), param.ds_process_group)
+        return shard_of(param, state)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         """As DeepSpeed, which has all sub-groups count steps in one tensor, and all groups take the first's options."""
@@ -437,7 +525,7 @@ def equal_shards(flat: Tensor, params: Sequence[ZeroParameter], name: str = "wei
         result   [sum of ceil(n / ranks)], the ends padded with zeros
 
     Caller: every rank, with the same parameters.
-    Collectives: one all_to_all per `CHUNK_ELEMENTS` elements of parameters, or per larger parameter.
+    Collectives: one all_to_all_single for each of `chunks`; of copies in every node, inside the node.
 
     Args:
         flat: a value for each element of the shards.
@@ -446,34 +534,28 @@ def equal_shards(flat: Tensor, params: Sequence[ZeroParameter], name: str = "wei
     Raises:
         CheckpointError: ``flat`` is no such thing, as with optimizers that quantize their state by blocks.
     """
-    group = params[0].ds_process_group
-    rank = dist.get_rank(group=group)
+    rank = dist.get_rank(group=owning_group(params[0]))
     sizes = [cut_of(param).sizes[rank] for param in params]
     if flat.numel() != sum(sizes):
         raise CheckpointError(
             f'the optimizer\'s "{name}" has {flat.numel()} values for {sum(sizes)} elements of parameters, so its '
             'shards cannot be exchanged. Use another optimizer, or set "zero_partition": "uniform".'
         )
-    shards = list(torch.split(flat.reshape(-1), sizes))
-    done, first, elements = [], 0, 0
-    for i, param in enumerate(params):
-        elements += param.ds_numel
-        if elements >= CHUNK_ELEMENTS or i == len(params) - 1:
-            done += _exchange(shards[first : i + 1], params[first : i + 1], group)
-            first, elements = i + 1, 0
+    shards = torch.split(flat.reshape(-1), sizes)
+    done: list[Tensor] = []
+    for chunk in chunks([param.ds_numel for param in params]):
+        done += _equal_shards(shards[chunk], params[chunk])
     return torch.cat(done)
 
 
-CHUNK_ELEMENTS = 1 << 26  # of all ranks together, per exchange: bounds the buffers on the device
-
-
-def _exchange(shards: Sequence[Tensor], params: Sequence[ZeroParameter], group: ProcessGroup) -> list[Tensor]:
-    rank, num_ranks = dist.get_rank(group=group), dist.get_world_size(group=group)
-    equal = [cut_as_deepspeed(param.ds_numel, num_ranks) for param in params]
-    # By owner of an equal shard, then by parameter: what each rank sends there.
+def _equal_shards(shards: Sequence[Tensor], params: Sequence[ZeroParameter]) -> list[Tensor]:
+    group, job_size = owning_group(params[0]), dist.get_world_size(group=params[0].ds_process_group)
+    rank, owners = dist.get_rank(group=group), range(dist.get_world_size(group=group))
+    equal = [cut_as_deepspeed(param.ds_numel, job_size) for param in params]
+    # By owner of an equal shard, which is that of its place in the job, then by parameter.
     table = [
-        [parameter_moves(param.ds_numel, cut_of(param), cut, owner) for param, cut in zip(params, equal, strict=True)]
-        for owner in range(num_ranks)
+        [parameter_moves(param.ds_numel, cut_of(param), cut, place) for param, cut in zip(params, equal, strict=True)]
+        for place in (dist.get_global_rank(group, owner) for owner in owners)
     ]
     send = [
         [
@@ -484,20 +566,15 @@ def _exchange(shards: Sequence[Tensor], params: Sequence[ZeroParameter], group: 
         ]
         for of_owner in table
     ]
-    expected = [
-        [(i, move) for i, moves in enumerate(table[rank]) for move in moves if move.source == source]
-        for source in range(num_ranks)
+    done = [torch.zeros(cut.sizes[0], dtype=shards[0].dtype) for cut in equal]
+    receive = [
+        [
+            part[move.in_target : move.in_target + move.count]
+            for part, moves in zip(done, table[rank], strict=True)
+            for move in moves
+            if move.source == source
+        ]
+        for source in owners
     ]
-    outgoing = torch.cat([part for parts in send for part in parts] or [shards[0][:0]])
-    outgoing = outgoing.to(get_accelerator().current_device_name())
-    to_rank = [sum(part.numel() for part in parts) for parts in send]
-    from_rank = [sum(move.count for _, move in parts) for parts in expected]
-    incoming = outgoing.new_empty(sum(from_rank))
-    dist.all_to_all_single(incoming, outgoing, from_rank, to_rank, group=group)
-
-    arrived, start = incoming.cpu(), 0
-    done = [torch.zeros(cut.sizes[rank], dtype=arrived.dtype) for cut in equal]
-    for i, move in (pair for parts in expected for pair in parts):
-        done[i][move.in_target : move.in_target + move.count] = arrived[start : start + move.count]
-        start += move.count
+    exchange(send, receive, shards[0].dtype, group)
     return done

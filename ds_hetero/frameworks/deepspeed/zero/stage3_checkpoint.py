@@ -31,7 +31,7 @@ from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.in_memory import read_part
 from ds_hetero.frameworks.deepspeed.protocols import Content, Engine, State, ZeroParameter
-from ds_hetero.frameworks.deepspeed.zero.stage3 import cut_of, equal_shards, is_weighted, parameter_moves
+from ds_hetero.frameworks.deepspeed.zero.stage3 import cut_of, equal_shards, is_weighted, owning_group, parameter_moves
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.sharding.zero_partition import Move, cut_as_deepspeed
 
@@ -118,7 +118,7 @@ class Saved:
     def moves(self, param: ZeroParameter) -> tuple[Move, ...]:
         """From which files, and where in their shards, this rank puts its shard of a parameter together."""
         saved = cut_as_deepspeed(param.ds_numel, len(self.model_files))
-        return parameter_moves(param.ds_numel, saved, cut_of(param), dist.get_rank(group=param.ds_process_group))
+        return parameter_moves(param.ds_numel, saved, cut_of(param), dist.get_rank(group=owning_group(param)))
 
 
 def examine_files(engine: Engine, load_dir: str, tag: str) -> Saved:
@@ -199,7 +199,6 @@ def expect_same_parameters(saved: Saved, engine: Engine) -> None:
 
 def own_state(saved: Saved, optimizer: Any) -> State:
     """The state dict that this rank would have saved with the shards that it has now."""
-    rank = dist.get_rank(group=optimizer.dp_process_group)
     weights = [torch.zeros(flat.shape, dtype=flat.dtype) for flat in optimizer.fp32_partitioned_groups_flat]
     states: list[State] = [{} for _ in weights]
     by_source: dict[int, list[tuple[int, int, _Place, Move]]] = {}
@@ -209,7 +208,7 @@ def own_state(saved: Saved, optimizer: Any) -> State:
             place = saved.places[optimizer.param_names[param]]
             for move in saved.moves(param):
                 by_source.setdefault(move.source, []).append((i, offset, place, move))
-            offset += cut_of(param).sizes[rank]
+            offset += param.ds_tensor.ds_numel
 
     file: State = {}
     for source, moves in sorted(by_source.items()):
