@@ -1,0 +1,164 @@
+"""A run as a row of ``measurements.csv``, the table of public measurements that predictions are judged by."""
+
+from __future__ import annotations
+
+from ds_hetero.cluster.catalogue import CATALOGUE
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.text import GB, GIB
+from ds_hetero.cost.workload import Workload
+from ds_hetero.errors import PlanError
+from ds_hetero.reporting.described_plan import PlanScenario
+from ds_hetero.reporting.run_file import RunFile
+from ds_hetero.values.baselines import ring, ulysses, usp
+from ds_hetero.values.schedule import Schedule
+
+COLUMNS = (
+    *("id", "source", "where", "kind", "gpu", "gpus", "nodes", "gpus_per_node", "link", "network_gb_per_s", "model"),
+    *("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "gated", "vocab", "tied", "seq_len", "micro_batch"),
+    *("grad_accum", "global_batch", "zero", "dp", "tp", "pp", "sp", "cp", "causal", "precision", "recompute"),
+    *("optimizer", "peft", "offload", "attention", "loss", "tiled_mlp", "compile", "tokens_per_s_per_gpu", "step_s"),
+    *("tflops", "mfu_percent", "memory_gib", "memory_of", "max_seq_len", "value", "unit", "quality", "notes"),
+)
+ATTENTION = {  # kernels by name, and what the table calls them
+    "flash_attn_2": "flash-attn 2",
+    "flash_attn_3": "flash-attn 3",
+    "flash_attn_4": "flash-attn 4",
+    "triton": "Triton",
+    "torch": "torch",
+}
+
+
+def row_of(run: RunFile, *, attention: str | None, source: str) -> dict[str, object]:
+    """Return the row of a run, by column; empty text is "not stated".
+
+    Args:
+        run: of one kind of card, with one uniform schedule for all replicas.
+        attention: kernel that it ran, of `ATTENTION`; None where nobody says it.
+        source: who measured it.
+
+    Raises:
+        PlanError: the table has no columns for such a run; the message says which and what would do.
+    """
+    scenario, schedule = _uniform(run)
+    work, model = scenario.workload, scenario.model
+    cluster, replicas = scenario.clusters[0], len(run.plan.pipelines)
+    degrees = _degrees(schedule)
+    pipeline = run.plan.pipelines[0]
+    micro_batch = pipeline.micro_batch_size or work.micro_batch
+    micro_batches = pipeline.micro_batches or work.micro_batches
+    shape = {
+        "model": model.name, "layers": model.num_layers, "hidden": model.hidden_size, "heads": model.num_heads,
+        "kv_heads": model.num_kv_heads, "head_dim": model.head_dim, "mlp": model.mlp_size,
+        "gated": int(model.gated_mlp), "vocab": model.vocab_size, "tied": int(model.tied_embeddings),
+    }  # fmt: skip
+    measured = {
+        "tokens_per_s_per_gpu": round(
+            work.seq_len * micro_batch * micro_batches * replicas / run.step_s / len(run.plan.ranks), 2
+        ),
+        "step_s": round(run.step_s, 5),
+        "memory_gib": round(max(rank.memory_bytes for rank in run.ranks) / GIB, 3),
+        "memory_of": "torch",
+    }
+    return {
+        **dict.fromkeys(COLUMNS, ""),
+        "source": source, "where": f"run.json of {run.written}", "kind": "time+memory", "quality": "table",
+        **_cards(cluster), **shape, **_trained(work),
+        "seq_len": work.seq_len, "micro_batch": micro_batch, "grad_accum": micro_batches,
+        "global_batch": micro_batch * micro_batches * replicas,
+        "dp": replicas, "tp": 1, "pp": 1, "sp": degrees[0], "cp": degrees[1],
+        "attention": "" if attention is None else ATTENTION[attention],
+        **measured,
+        "notes": _notes(run, work),
+    }  # fmt: skip
+
+
+def _uniform(run: RunFile) -> tuple[PlanScenario, Schedule]:
+    """What the run was made for, and the schedule of its replicas.
+
+    Raises:
+        PlanError: they are none that a row can say.
+    """
+    if run.scenario is None:
+        raise PlanError(
+            "this run.json does not say its cards and its model: the job's devices or model were not known to the cost "
+            'model. Name them with "cluster" in the section.'
+        )
+    names = {device.name for cluster in run.scenario.clusters for device in cluster.devices}
+    if len(names) > 1:
+        raise PlanError(
+            f"a row is of one kind of card, the run had {', '.join(sorted(names))}. Measure each kind alone."
+        )
+    if not run.plan.is_replicas:
+        raise PlanError("a row is of sequence-parallel replicas, the run had pipelines of stages.")
+    if run.changes:
+        raise PlanError('the schedule changed during the run. Measure with "replan" off.')
+    first = run.plan.schedules[0].shifted(0)
+    batches = {(each.micro_batch_size, each.micro_batches) for each in run.plan.pipelines}
+    if len(batches) > 1 or any(schedule.shifted(0) != first for schedule in run.plan.schedules):
+        raise PlanError("a row is of equal replicas, those of the run differ. Measure one of them alone.")
+    return run.scenario, first
+
+
+def _degrees(schedule: Schedule) -> tuple[int, int]:
+    """Ranks of a group and groups of a uniform schedule.
+
+    Raises:
+        PlanError: the schedule is not uniform.
+    """
+    ranks, groups = len(schedule.ranks), len(schedule.groups)
+    inner, heads = ranks // groups, (schedule.num_heads, schedule.num_kv_heads)
+    try:
+        made = usp(ranks, *heads, inner) if 1 < groups < ranks else (ulysses if groups == 1 else ring)(ranks, *heads)
+    except PlanError:
+        made = None
+    if made is None or _shares(made) != _shares(schedule):
+        raise PlanError('a row is of a uniform schedule, the run had another one. Run "ulysses", "ring" or "usp".')
+    return inner, groups
+
+
+def _shares(schedule: Schedule) -> list[tuple[object, ...]]:
+    """Ranks, share of the tokens and heads of every group."""
+    total = sum(sum(group.tokens) for group in schedule.groups)
+    return [
+        (group.ranks, tuple(tokens * len(schedule.ranks) / total for tokens in group.tokens), group.heads)
+        for group in schedule.groups
+    ]
+
+
+def _cards(cluster: Cluster) -> dict[str, object]:
+    name, sizes = cluster.devices[0].name, [len(node.devices) for node in cluster.nodes]
+    return {
+        "gpu": name,
+        "gpus": cluster.num_ranks,
+        "nodes": len(sizes),
+        "gpus_per_node": max(sizes),
+        "link": CATALOGUE[name].link_name if name in CATALOGUE else "",
+        "network_gb_per_s": cluster.network.bytes_per_s / GB if len(sizes) > 1 else "",
+    }
+
+
+def _trained(work: Workload) -> dict[str, object]:
+    offloads = {
+        "activations": work.offload_activations,
+        "optimizer": work.offload_optimizer,
+        "parameters": work.offload_parameters,
+    }
+    recomputed = "full" if work.activation_checkpointing else "selective" if work.selective_checkpointing else "none"
+    adapted = "lora+emb" if work.trains_embedding else "qlora" if work.quantization else "lora"
+    return {
+        "zero": work.zero_stage,
+        "causal": int(work.causal),
+        "precision": "bf16" if work.element_bytes == 2 else "fp32",
+        "recompute": recomputed,
+        "optimizer": "AdamW8bit" if work.optimizer_bytes == 6 else "AdamW",
+        "peft": adapted if work.adapter_rank else "full",
+        "offload": "+".join(name for name, is_there in offloads.items() if is_there),
+        "loss": "fused" if work.fused_kernels else "chunked" if work.tiled_logits else "whole",
+        "tiled_mlp": int(work.tiled_mlp),
+    }
+
+
+def _notes(run: RunFile, work: Workload) -> str:
+    versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
+    rank = f"; rank {work.adapter_rank}" if work.adapter_rank else ""
+    return f"DeepSpeed; {run.steps} steps{rank}; {versions}"
