@@ -28,7 +28,7 @@ ATTENTION = {  # kernels by name, and what the table calls them
 }
 
 
-def row_of(run: RunFile, *, attention: str | None, source: str) -> dict[str, object]:
+def measured_row(run: RunFile, *, attention: str | None, source: str) -> dict[str, object]:
     """Return the row of a run, by column; empty text is "not stated".
 
     Args:

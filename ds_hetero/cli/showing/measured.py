@@ -10,7 +10,7 @@ import click
 
 from ds_hetero.cli.options import AS_JSON, FILE
 from ds_hetero.cli.printing import print_json
-from ds_hetero.reporting.measured_row import ATTENTION, COLUMNS, row_of
+from ds_hetero.reporting.measured_row import ATTENTION, COLUMNS, measured_row
 from ds_hetero.reporting.run_file import read_run
 
 
@@ -22,7 +22,7 @@ from ds_hetero.reporting.run_file import read_run
 @AS_JSON
 def measured(run: Path, attention: str | None, source: str, header: bool, as_json: bool) -> None:
     """Turn RUN, the run.json of a job, into a row of measurements.csv, which compares predictions with real cards."""
-    row = row_of(read_run(run), attention=attention, source=source)
+    row = measured_row(read_run(run), attention=attention, source=source)
     if as_json:
         print_json(row)
         return
