@@ -73,7 +73,7 @@ def measured_row(run: RunFile, *, attention: str | None, source: str) -> dict[st
 
 
 def _uniform(run: RunFile) -> tuple[PlanScenario, Schedule]:
-    """What the run was made for, and the schedule of its replicas.
+    """Return the scenario of the run, and the schedule of its replicas.
 
     Raises:
         PlanError: they are none that a row can say.
