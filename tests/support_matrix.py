@@ -116,7 +116,8 @@ _MODEL_ROWS = (
         "transformers' `load_balancing_loss_func`",
         "mixtral router loss",
         "qwen3 moe router loss",
-        note="weighted as the tokens of its batch; over accumulated batches transformers adds it up instead",
+        note="over accumulated batches added up under the Trainer and averaged under TRL, as on one process; in loops "
+        "of your own weighted as the tokens of its batch",
     ),
     _model(
         "Gemma 2 with soft-capping",

@@ -284,6 +284,9 @@ class TrainerAdapter(Protocol):
     def expect_known(self, trainer: object) -> None:
         """Refuse a trainer that is not known to train on shards as on one process."""
 
+    def averages_router_losses(self, trainer: object) -> bool:
+        """Whether a trainer takes the mean of the routers' losses of a step's micro-batches; others add them up."""
+
     def note_constructed(self, trainer: Any, patches: Patches, find_split: FindSplit) -> None:
         """Make ready a trainer with sequence parallelism, right after ``Trainer.__init__``.
 

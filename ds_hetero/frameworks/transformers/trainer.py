@@ -387,12 +387,17 @@ def _loss_of_whole_batch(registry: Registry, stock: Function) -> Function:
         for_model = {} if split.shifts_labels_itself else {"labels": labels}
         outputs = model(**{**for_model, **inputs})
         num_tokens = labels.ne(IGNORE_INDEX).sum()
+        of_routers = num_tokens * split.router_term(outputs)  # no part of a mean over the tokens of a step
         if for_model:
-            loss_sum = num_tokens * (outputs["loss"] if isinstance(outputs, dict) else outputs[0])
+            loss_sum = num_tokens * (outputs["loss"] if isinstance(outputs, dict) else outputs[0]) - of_routers
         else:
             loss_sum = cross_entropy_sum(outputs["logits"], labels)
         with split.clock.phase(IDLE, "loss"):
             loss = sequence_parallel_loss(loss_sum, num_tokens, split.replica, num_items_in_batch)
+            if getattr(outputs, "aux_loss", None) is not None:
+                is_mean = num_items_in_batch is not None and registry.adapters.trainers.averages_router_losses(trainer)
+                of_routers = of_routers / (trainer.current_gradient_accumulation_steps if is_mean else 1)
+                loss = loss + sequence_parallel_loss(of_routers, num_tokens, split.replica)
         _say_whether_scaled(trainer, scaled=num_items_in_batch is not None)
         return (loss, outputs) if return_outputs else loss
 

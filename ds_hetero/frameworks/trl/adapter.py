@@ -57,6 +57,11 @@ def needs_whole_sequences(trainer: object) -> bool:
     return _class_name(trainer) in _OF_WHOLE_SEQUENCES | _OF_COMPLETIONS
 
 
+def averages_router_losses(trainer: object) -> bool:
+    """Whether a trainer is TRL's, or derived from one, and has the losses of routers as its SFTTrainer has them."""
+    return _class_name(trainer) in _OF_TOKENS
+
+
 def generating_class(trainer: object) -> type | None:
     """TRL's class that a trainer is of or derived from, if it generates what it trains on and is known."""
     return _class_of(trainer) if _class_name(trainer) in _OF_COMPLETIONS else None
@@ -120,6 +125,7 @@ class TrlTrainers:
     shorter_outputs = SHORTER_OUTPUTS
     needs_whole_sequences = staticmethod(needs_whole_sequences)
     expect_known = staticmethod(expect_known)
+    averages_router_losses = staticmethod(averages_router_losses)
 
     def __init__(self, processes: ProcessAdapter) -> None:
         self._processes = processes

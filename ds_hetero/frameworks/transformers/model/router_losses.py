@@ -12,18 +12,21 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers.models.mixtral import modeling_mixtral
 
 from ds_hetero.engine.forward_mode import ShardedForward
 from ds_hetero.engine.patching import Function
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.runtime.data.shards import Entries
 from ds_hetero.runtime.loss import load_balancing_loss
 
 _NAME = "load_balancing_loss_func"
 _MARK = "ds_hetero_forward"
+_NODES_SEARCHED = 4  # of the graph above router logits
 
 _opened: Counter[str] = Counter()  # file: models that use its door
 
@@ -39,18 +42,23 @@ def adds_router_loss(pretrained: PretrainedModel) -> bool:
 
 
 def open_router_loss(pretrained: PretrainedModel) -> Callable[[], None]:
-    """Put the door into the model's file, if it calls the function; return what takes it out with its last model."""
-    file = _file_of(pretrained)
-    if not hasattr(file, _NAME):
+    """Put doors into the model's file, if it calls the function; return what takes them out with their last model.
+
+    TRL's fused head calls the function of Mixtral's file for every model, so there is one there, too.
+    """
+    if not has_router_loss(pretrained):
         return lambda: None
-    if not _opened[file.__name__]:
-        setattr(file, _NAME, _door(getattr(file, _NAME)))
-    _opened[file.__name__] += 1
+    files = {_file_of(pretrained), modeling_mixtral}
+    for file in files:
+        if not _opened[file.__name__]:
+            setattr(file, _NAME, _door(getattr(file, _NAME)))
+        _opened[file.__name__] += 1
 
     def close() -> None:
-        _opened[file.__name__] -= 1
-        if not _opened[file.__name__]:
-            setattr(file, _NAME, getattr(file, _NAME).__wrapped__)
+        for file in files:
+            _opened[file.__name__] -= 1
+            if not _opened[file.__name__]:
+                setattr(file, _NAME, getattr(file, _NAME).__wrapped__)
 
     return close
 
@@ -60,6 +68,20 @@ def mark_router_logits(output: object, forward: ShardedForward) -> None:
     for logits in getattr(output, "router_logits", None) or ():
         if isinstance(logits, Tensor):
             setattr(logits, _MARK, forward)
+            if logits.grad_fn is not None:  # which ZeRO-3 keeps where it puts other tensors into a module's output
+                cast("Entries", logits.grad_fn.metadata)[_MARK] = forward
+
+
+def _forward_of(logits: Tensor) -> ShardedForward | None:
+    """The forward that `mark_router_logits` has marked router logits with."""
+    forward: ShardedForward | None = getattr(logits, _MARK, None)
+    node = logits.grad_fn
+    for _ in range(_NODES_SEARCHED):
+        if forward is not None or node is None:
+            break
+        forward = cast("Entries", node.metadata).get(_MARK)
+        node = node.next_functions[0][0] if node.next_functions else None
+    return forward
 
 
 def router_term(pretrained: PretrainedModel, outputs: object) -> Tensor | float:
@@ -82,7 +104,7 @@ def _door(original: Function) -> Function:
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Any:
-        forward: ShardedForward | None = getattr(gate_logits[0], _MARK, None) if gate_logits else None
+        forward = _forward_of(gate_logits[0]) if gate_logits else None
         if gate_logits is None or forward is None:
             return original(gate_logits, num_experts, top_k, attention_mask)
         gates = [logits.reshape(-1, logits.shape[-1]) for logits in gate_logits]
