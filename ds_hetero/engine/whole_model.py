@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from ds_hetero.runtime.data.loss_units import (
     Batch,
     UnitCounts,
     expect_declared,
+    expect_documents_apart,
     loss_in,
     num_rows,
     probe,
@@ -63,7 +65,7 @@ class WholeModel:
         self._steps_done = self._num_backwards = 0
         self._following: list[MicroBatchWeights] = []  # of the same optimizer step
         self._has_loss = self._has_run = False  # of that batch; in the engine's present step
-        self._is_checked = self._is_compared = False
+        self._is_checked = self._is_compared = self._is_probed = False
         self._loss_of_model: float | None = None  # of the latest forward, until a loss has been compared with it
         self.clock = StepClock(default_device())
         self._record: object = None
@@ -117,19 +119,38 @@ class WholeModel:
         return self.replica.batch_split is not None
 
     @property
-    def needs_unit(self) -> bool:
-        """Whether a forward is one of training whose loss has an unknown unit; the same on every rank."""
-        unknown = self.takes_unlike_batches and self.loss_convention is None
-        return unknown and self.model.training and torch.is_grad_enabled()
+    def needs_probe(self) -> bool:
+        """Whether a forward is the first of training on unlike batches; the same on every rank."""
+        return self.takes_unlike_batches and not self._is_probed and self.model.training and torch.is_grad_enabled()
+
+    def expect_samples_apart(self, compute: Callable[[Batch], Tensor | None], batch: Batch) -> None:
+        """Refuse a loss or a model by which a sample counts otherwise beside others, before a first batch; once.
+
+        Args:
+            compute: the loss of such a batch; None where there is none.
+            batch: of this rank.
+
+        Caller: every rank of the world.
+        Collectives: see `expect_documents_apart`.
+
+        Raises:
+            ConfigError: the model adds a loss of its routers; on every rank.
+            ModelError: documents of a packed row see each other; on every rank.
+        """
+        _expect_no_router_loss(self.model, batch)
+        with in_evaluation(self.model):
+            expect_documents_apart(compute, batch, type(self.model).__name__)
+        self._is_probed = True
 
     def find_unit(self, args: tuple[Batch, ...], kwargs: dict[str, Batch]) -> None:
         """Find `loss_convention` with the arguments of a forward; a model without a loss has means over samples.
 
         Caller: every rank of the world.
-        Collectives: those of four forwards, and one `on_all_ranks`.
+        Collectives: those of up to six forwards, and three `on_all_ranks`.
 
         Raises:
-            ConfigError: see `unit_of_probes`; on every rank.
+            ConfigError: see `unit_of_probes` and `expect_samples_apart`; on every rank.
+            ModelError: see `expect_samples_apart`; on every rank.
         """
         rows = num_rows(kwargs, args)
 
@@ -137,8 +158,12 @@ class WholeModel:
             given = dict(batch)
             return loss_in(self.model(*given.pop(_ARGUMENTS), **given))
 
+        batch = {**kwargs, _ARGUMENTS: args}
+        self.expect_samples_apart(compute, batch)
+        if self.loss_convention is not None:
+            return
         with in_evaluation(self.model):
-            probes = on_all_ranks(lambda: probe(compute, {**kwargs, _ARGUMENTS: args}, rows))
+            probes = on_all_ranks(lambda: probe(compute, batch, rows))
         self.loss_convention = (
             unit_of_probes(probes, type(self.model).__name__) if all(one.has_loss for one in probes) else "sample_mean"
         )
@@ -364,6 +389,25 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _expect_no_router_loss(model: nn.Module, batch: Batch) -> None:
+    """Refuse the load-balancing loss of experts: a product of two means over the tokens of a rank's micro-batch.
+
+    Raises:
+        ConfigError: the configuration or the batch asks for it.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    weight = getattr(text, "router_aux_loss_coef", 0)
+    if weight and (getattr(text, "output_router_logits", False) or batch.get("output_router_logits")):
+        raise ConfigError(
+            f"the ranks take different batches, and {type(model).__name__} adds a loss of its routers "
+            f"(router_aux_loss_coef={weight}), which is no mean over samples or tokens: one process would compute "
+            "another on the global batch. Set router_aux_loss_coef to 0 (in TRL: SFTConfig(router_aux_loss_coef=0.0), "
+            "since TRL sets output_router_logits by itself), or share sequences by a schedule in place of "
+            f'"{SECTION}.batch".'
+        )
 
 
 def _expect_no_statistics(model: nn.Module) -> None:

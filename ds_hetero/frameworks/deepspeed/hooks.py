@@ -196,7 +196,7 @@ def time_forward(hooked: SplitEngine, forward: Function, *args: object, **kwargs
 
 def find_unit(hooked: SplitEngine, forward: Function, *args: object, **kwargs: object) -> object:
     """Before the first forward on unlike batches: find by what its loss is to be weighed."""
-    if isinstance(hooked.model, WholeModel) and hooked.model.needs_unit:
+    if isinstance(hooked.model, WholeModel) and hooked.model.needs_probe:
         hooked.model.find_unit(args, kwargs)
     return forward(*args, **kwargs)
 

@@ -94,6 +94,7 @@ class UnlikeSteps:
     def __init__(self, trainer: Trainer, model: WholeModel) -> None:
         self._trainer, self._model = trainer, model
         self._has_read, self._latest = False, None  # a batch, which fills up the steps that have too few
+        self._adds_up, self._micro_batches = False, 1  # means of the micro-batches of a step, as one process does
         self.is_scaling = False
         is_own = type(trainer).compute_loss is not Trainer.compute_loss
         is_mean = model.loss_convention is not None or any(kind.__name__ in _MEANS for kind in type(trainer).__mro__)
@@ -129,6 +130,7 @@ class UnlikeSteps:
             BatchError: on every rank: they draw different samples, or the first step is too short.
         """
         taken: list[Batch] = []
+        self._micro_batches = num_batches
 
         def read() -> tuple[list[UnitCounts], int]:
             reader = reader_inside(self._trainer.callback_handler.train_dataloader)
@@ -179,6 +181,9 @@ class UnlikeSteps:
         Caller: every rank of the world.
         """
         model = self._model
+        if model.needs_probe:
+            with self._noting_nothing():
+                model.expect_samples_apart(lambda batch: compute(batch, None)[0], inputs)
         if model.loss_convention is None:
             self._find_unit(compute, inputs, num_items)
         unit, weights = model.loss_convention, model.latest_batch
@@ -189,7 +194,8 @@ class UnlikeSteps:
         assert unit is not None
         loss, outputs = compute(inputs, None)
         own, of_step = getattr(weights.counts, unit), getattr(weights.counts_of_step, unit)
-        return scaled_loss(loss, own * dist.get_world_size() / max(of_step, 1)), outputs
+        times = self._micro_batches if self._adds_up else 1
+        return scaled_loss(loss, times * own * dist.get_world_size() / max(of_step, 1)), outputs
 
     def _find_unit(self, compute: Compute, inputs: Batch, num_items: Tensor | None) -> None:
         """Find by what losses are to be weighed: by the items that the Trainer counts, or by the units of a mean."""
@@ -197,22 +203,38 @@ class UnlikeSteps:
         for divisor in (num_items, None) if num_items is not None else (None,):
             probes = self._probe(compute, inputs, divisor)
             try:
-                self._model.loss_convention = unit_of_probes(probes, name)
+                self._model.loss_convention = unit = unit_of_probes(probes, name)
+                self._adds_up = unit != "items" and self._takes_means_for_parts(inputs)
                 return
             except ConfigError:
                 if divisor is None:
                     raise
 
+    def _takes_means_for_parts(self, inputs: Batch) -> bool:
+        """Whether one process adds up the means of a step's micro-batches.
+
+        It does where it gives the model how many labels the step has, and the model's loss is a mean nevertheless.
+        """
+        says = getattr(type(self._trainer), "loss_is_scaled_for_ga", None)
+        if says is not None:
+            return bool(says)
+        takes_items = "labels" in inputs and self._trainer.model_accepts_loss_kwargs
+        return takes_items or self._trainer.compute_loss_func is not None
+
     def _probe(self, compute: Compute, inputs: Batch, num_items: Tensor | None) -> list[Probe]:
         def loss_of(batch: Batch) -> Tensor:
             return compute(batch, num_items)[0]
 
-        metrics = copy.deepcopy(getattr(self._trainer, "_metrics", None))  # of TRL, which notes every loss
-        with in_evaluation(self._model.model):
-            probes = on_all_ranks(lambda: probe(loss_of, inputs, num_rows(inputs), by_items=num_items is not None))
+        with self._noting_nothing(), in_evaluation(self._model.model):
+            return on_all_ranks(lambda: probe(loss_of, inputs, num_rows(inputs), by_items=num_items is not None))
+
+    @contextlib.contextmanager
+    def _noting_nothing(self) -> Iterator[None]:
+        """TRL notes every loss that it computes; not those inside."""
+        metrics = copy.deepcopy(getattr(self._trainer, "_metrics", None))
+        yield
         if metrics is not None:
             self._trainer._metrics = metrics
-        return probes
 
 
 def unlike_steps(registry: Registry, trainer: Trainer) -> UnlikeSteps | None:

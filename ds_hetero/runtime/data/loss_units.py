@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ds_hetero.errors import ConfigError
+from ds_hetero.errors import ConfigError, ModelError
+from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.values.section import SECTION
 
@@ -158,6 +159,74 @@ def unit_of_probes(probes: Sequence[Probe], name: str) -> str:
         f"the ranks take different batches, but whether the loss of {name} is a mean over {' or '.join(fitting)} does "
         f"not show in the first batch ({seen}). Say which: {_DECLARE}."
     )
+
+
+def expect_documents_apart(compute: Callable[[Batch], Tensor | None], batch: Batch, name: str) -> None:
+    """Refuse a model whose packed documents see each other: ranks put others into a row than one process does.
+
+    Where a rank's batch is a row of several documents, the loss of the last one is computed with two sets of tokens
+    before it.
+
+    Args:
+        compute: see `probe`.
+        batch: of this rank.
+        name: of the model.
+
+    Caller: every rank of the world.
+    Collectives: one `on_all_ranks`; those of two forwards and one `on_all_ranks` more where a rank has such a row.
+
+    Raises:
+        ModelError: the loss moves; on every rank.
+    """
+    pair = _with_other_documents(batch)
+    if not any(on_all_ranks(lambda: pair is not None)):
+        return
+
+    def losses() -> tuple[float, float] | None:
+        found = [compute(one) for one in pair or (batch, batch)]
+        if pair is None or any(loss is None for loss in found):
+            return None
+        first, other = (float(loss) for loss in found if loss is not None)
+        is_half = any(loss is not None and loss.element_size() < 4 for loss in found)
+        tolerance = _FITS_HALF if is_half or torch.is_autocast_enabled() else _FITS
+        return (first, other) if abs(first - other) > tolerance * abs(first) else None
+
+    moved = [of_rank for of_rank in on_all_ranks(losses) if of_rank is not None]
+    if moved:
+        raise ModelError(
+            f"the ranks take different batches, and {name} lets the documents of a packed row see each other: the loss "
+            f"of the last one is {moved[0][0]:.6g}, and {moved[0][1]:.6g} after other tokens. One process puts other "
+            "documents into a row, so that its loss is another. Use an attention that keeps documents apart "
+            '(attn_implementation="flash_attention_2" and its like), leave packing and padding_free out, or share '
+            f'sequences by a schedule in place of "{SECTION}.batch", where documents do not see each other.'
+        )
+
+
+def _with_other_documents(batch: Batch) -> tuple[Batch, Batch] | None:
+    """A row of several documents with the labels of the last of them, and the same with other tokens before that.
+
+    Returns:
+        None where the batch is no such row, or has images or sounds, whose places among the tokens are theirs.
+    """
+    labels, moved = labels_of(batch)
+    if any(part.is_floating_point() for part in tensors_in(batch)):
+        return None
+    tokens, positions = (
+        (batch.get(name) for name in ("input_ids", "position_ids")) if labels is not None else (None,) * 2
+    )
+    if labels is None or not isinstance(tokens, Tensor) or not isinstance(positions, Tensor):
+        return None
+    if not labels.shape == tokens.shape == positions.shape == (1, labels.shape[-1]):
+        return None
+    counting = labels[0].ne(IGNORE_INDEX)
+    for start in reversed(positions[0].eq(0).nonzero()[:, 0].tolist()):
+        first = start if moved else start + 1
+        if start > 1 and bool(counting[first:].any()):
+            few, other = labels.clone(), tokens.clone()
+            few[0, :first], other[0, :start] = IGNORE_INDEX, tokens[0, start]
+            row = {**batch, "shift_labels" if moved else "labels": few}
+            return row, {**row, "input_ids": other}
+    return None
 
 
 _DECLARE = (

@@ -76,6 +76,77 @@ def test_trainer_equals_one_process(stage: int, accumulated: int) -> None:
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
 
 
+def test_means_that_the_trainer_adds_up_over_a_step_are_added_up_here() -> None:
+    """Of a classifier, whose loss ignores how many labels the step has that the Trainer tells it."""
+    expected_logs, expected, _ = one_process(_classified, None)
+    for logs, trained, _ in ranks(_classified, 2, 2):
+        assert_same_logs(logs, expected_logs)
+        assert_same_parameters(trained, expected)
+
+
+def _classified(rank: int, stage: int | None) -> Any:
+    from transformers import LlamaForSequenceClassification
+
+    config = llama().config
+    config.num_labels, config.pad_token_id = 3, 2
+    torch.manual_seed(0)
+    rows = [{**row, "labels": torch.tensor(number % 3)} for number, row in enumerate(samples(16))]
+    options = {"model": LlamaForSequenceClassification(config), "dataset": rows, "gradient_accumulation_steps": 2}
+    return _trained(rank, stage, {**options, "more": {"eval_dataset": rows[:4]}})
+
+
+def test_what_counts_otherwise_beside_other_samples_is_refused_on_every_rank() -> None:
+    first, second = run_deepspeed(_counting_otherwise, 2)
+    assert first == second
+    assert "ModelError: the ranks take different batches, and GptOssForCausalLM lets the documents" in first[0]
+    assert (
+        "ConfigError: the ranks take different batches, and MixtralForCausalLM adds a loss of its routers" in first[1]
+    )
+    assert first[2] == "trained"
+
+
+def _counting_otherwise(rank: int) -> list[str]:
+    """Packed documents that gpt-oss's eager masks let see each other; a loss of routers; documents kept apart."""
+    import deepspeed
+    import transformers
+
+    import ds_hetero
+
+    sizes = {**llama().config.to_dict(), "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    sizes |= {
+        "attn_implementation": "eager",
+        "sliding_window": 8,
+        "initializer_range": 0.2,
+        "output_router_logits": False,
+    }
+    for name in ("model_type", "rope_parameters", "layer_types", "architectures"):
+        sizes.pop(name, None)
+    ends = []
+    for kind, more in (("GptOss", {}), ("Mixtral", {"output_router_logits": True}), ("Mixtral", {})):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**{**sizes, **more})
+        model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager")
+        handle = ds_hetero.register()
+        try:
+            engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=_config(2))
+            for rows in handle.for_engine(engine).dataloader(DataLoader(samples(8), 4, collate_fn=_packed)):
+                rows.pop("number")  # one for each sample
+                engine.backward(engine(**rows).loss)
+                engine.step()
+            ends.append("trained")
+        except ds_hetero.HeteroError as error:
+            ends.append(f"{type(error).__name__}: {error}")
+    return ends
+
+
+def _packed(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A row of all documents; none of rank 1, which has one."""
+    whole = {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
+    positions = torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None]
+    whole["labels"] = whole["labels"].masked_fill(positions == 0, -100)
+    return {**whole, "position_ids": positions, "number": torch.arange(len(rows))}
+
+
 @pytest.mark.slow
 def test_trainer_by_speed_equals_one_process() -> None:
     expected_logs, expected, _ = one_process(_trained, None, {"num_samples": 15})

@@ -136,3 +136,36 @@ def _saved_model(rank: int) -> Any:
     llama().save_pretrained(path)
     tokenizer().save_pretrained(path)
     return AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+
+
+@pytest.mark.slow
+def test_preferences_on_unlike_batches_are_refused_on_every_rank() -> None:
+    first, second = ranks(_dpo_on_unlike_batches, 2)
+    assert first == second
+    assert first.startswith("DPOTrainer pairs and divides the samples of a batch by its own rules")
+
+
+def _dpo_on_unlike_batches(rank: int) -> str:
+    from trl import DPOConfig, DPOTrainer
+
+    import ds_hetero
+
+    ds_hetero.register()
+    config = ds_config(2, None)
+    del config["train_micro_batch_size_per_gpu"]
+    trainer = make_trainer(
+        {**config, "heterogeneity": {"batch": [3, 1]}},
+        0,
+        DPOTrainer,
+        config=DPOConfig,
+        model=llama(),
+        more={"processing_class": tokenizer(), "ref_model": llama()},
+        dataset=preferences(16),
+        bf16=False,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=1,
+        include_num_input_tokens_seen="no",
+    )
+    with pytest.raises(ds_hetero.ConfigError) as caught:
+        trainer.train()
+    return str(caught.value)
