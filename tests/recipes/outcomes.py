@@ -67,7 +67,8 @@ def outcome_of(facts: Facts, outcomes: dict[str, dict[str, list[str]]]) -> tuple
         return "wrong", bad[0]
     exact = [sharing for sharing, (kind, _) in kinds.items() if kind == "exact"]
     if exact:
-        return "exact", "tokens and batches" if len(exact) == 2 else f"{exact[0]} alone"
+        in_64_bits = ", judged in 64 bits" if any(why for kind, why in kinds.values() if kind == "exact") else ""
+        return "exact", ("tokens and batches" if len(exact) == 2 else f"{exact[0]} alone") + in_64_bits
     refused = [why for kind, why in kinds.values() if kind == "refused"]
     return ("refused", _brief(refused[0])) if refused else ("not run", _brief(next(why for _, why in kinds.values())))
 

@@ -196,9 +196,10 @@ def expect_documents_apart(compute: Callable[[Batch], Tensor | None], batch: Bat
         raise ModelError(
             f"the ranks take different batches, and {name} lets the documents of a packed row see each other: the loss "
             f"of the last one is {moved[0][0]:.6g}, and {moved[0][1]:.6g} after other tokens. One process puts other "
-            "documents into a row, so that its loss is another. Use an attention that keeps documents apart "
-            '(attn_implementation="flash_attention_2" and its like), leave packing and padding_free out, or share '
-            f'sequences by a schedule in place of "{SECTION}.batch", where documents do not see each other.'
+            "documents into a row, so that its loss is another. Set config.use_cache to False (transformers does not "
+            'look for documents where there is a cache), use attn_implementation="flash_attention_2" or its like, '
+            "leave packing and padding_free out, or share sequences by a schedule in place of "
+            f'"{SECTION}.batch", where documents do not see each other.'
         )
 
 

@@ -117,6 +117,7 @@ def _counting_otherwise(rank: int) -> list[str]:
         "attn_implementation": "eager",
         "sliding_window": 8,
         "initializer_range": 0.2,
+        "use_cache": False,
         "output_router_logits": False,
     }
     for name in ("model_type", "rope_parameters", "layer_types", "architectures"):

@@ -30,20 +30,10 @@ def test_the_table_has_the_recipes_that_were_counted() -> None:
         assert all(facts.keys() <= KEYS.keys() for facts in entry["recipes"])
 
 
-# What docs/frameworks.md calls open: one process mixes packed documents of gpt-oss, the others are off by 2e-5 to 7e-5.
-WRONG = {
-    "gemma4_text, sft, nf4, lora, on experts, packed, zero2, not_reentrant",
-    "gpt_oss, sft, lora, on linear, packed, zero2, not_reentrant",
-    "gpt_oss, sft, packed, zero3, not_reentrant",
-    "jamba, sft, nf4, lora, on linear, zero2, not_reentrant",
-    "qwen3_moe, sft, packed, zero3, not_reentrant",
-}
-
-
-def test_no_other_recipe_is_wrong_and_the_page_says_what_became_of_each() -> None:
+def test_no_recipe_is_wrong_and_the_page_says_what_became_of_each() -> None:
     outcomes = load_outcomes()
     assert not unsaid(outcomes)
-    assert {job for job, of in outcomes.items() if {"wrong", "obscure"} & {kind for kind, _ in of.values()}} == WRONG
+    assert not {job for job, of in outcomes.items() if {"wrong", "obscure"} & {kind for kind, _ in of.values()}}
     assert PAGE.read_text() == with_lists(PAGE.read_text()), "run python -m tests.recipes write"
 
 
@@ -65,6 +55,12 @@ def test_frequent_recipes_train_as_on_one_process() -> None:
 @pytest.mark.slow
 def test_the_most_frequent_preference_recipe_ends_as_recorded() -> None:
     _hold(_frequent(1, method="dpo"))
+
+
+@pytest.mark.slow
+def test_experts_have_the_loss_of_their_routers_as_on_one_process() -> None:
+    """TRL adds it by itself, and makes it by the function of another model's file; ZeRO-3 hides where it came from."""
+    _hold(_frequent(1, family="qwen3_moe", method="sft", packing="packed", adapter="", stage=3))
 
 
 def _hold(jobs: list[Job]) -> None:
