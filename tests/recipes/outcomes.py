@@ -136,7 +136,12 @@ def _short(path: str) -> str:
 
 
 def _counted(counter: Counter[str]) -> str:
-    return ", ".join(f"{name} ({number})" for name, number in counter.most_common()) or "none"
+    return (
+        ", ".join(
+            f"{name} ({number})" for name, number in sorted(counter.items(), key=lambda item: (-item[1], item[0]))
+        )
+        or "none"
+    )
 
 
 def unsaid(outcomes: Iterable[str]) -> set[str]:
