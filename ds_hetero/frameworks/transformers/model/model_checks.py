@@ -202,12 +202,12 @@ def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
 def router_loss_problem(pretrained: PretrainedModel) -> str:
     """Why the loss of a model's routers, once it is asked for, would not be that of one process; empty if it would."""
     weight = common_value(pretrained.config.get_text_config(), "router_aux_loss_coef")
-    is_quantized = getattr(pretrained.config, "quantization_config", None) is not None
-    if not weight or (has_router_loss(pretrained) and not has_towers(pretrained) and not is_quantized):
-        return ""
-    what = (
-        "of a quantized model is not known to be exact" if is_quantized else "is not a mean over tokens that is known"
+    is_adapted = bool(
+        getattr(pretrained, "peft_config", None) or getattr(pretrained.config, "quantization_config", None)
     )
+    if not weight or (has_router_loss(pretrained) and not has_towers(pretrained) and not is_adapted):
+        return ""
+    what = "beside adapters is not known to be exact" if is_adapted else "is not a mean over tokens that is known"
     return (
         f"its router loss (router_aux_loss_coef={weight}) {what}; set "
         "router_aux_loss_coef to 0 in the model's config (in TRL: SFTConfig(router_aux_loss_coef=0.0), since TRL "
