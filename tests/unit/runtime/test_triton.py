@@ -1,6 +1,5 @@
 """The Triton kernels: results in the interpreter, compilation for real GPUs, and where they are refused."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.kernels import SHARED_KIB, Build, Resources, compile_build
 from ds_hetero.runtime.attention.kernels import available
 from ds_hetero.runtime.attention.kernels.triton_native import block_sizes
 
@@ -33,44 +33,32 @@ def test_on_cpu_only_in_the_interpreter(monkeypatch):
     assert "256" in available(cpu, torch.float32, 512)["triton"]
 
 
-_FLOATS = ("inner", "outer", "scale")
-_ACCUMULATED = ("LSE", "DELTA", "DQ", "DK", "DV")
-
-
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
-def test_compiles_for_ampere_within_shared_memory(name, many, tmp_path, monkeypatch):
+def test_compiles_for_ampere_within_registers_and_shared_memory(name, many):
     """The interpreter runs what the compiler refuses; 99 KiB is what the smallest Ampere GPU has."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
+    build = Build(86, name, 64, "bf16", many, softcap=True)
+    resources = compile_build(build)
+    assert resources.faults(build) == [] and resources.tensor_cores
+    assert 0 < resources.shared_bytes <= 99 * 1024
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    kernel = getattr(importlib.import_module("ds_hetero.runtime.attention.kernels.triton_kernels"), f"{name}_kernel")
-    blocks = getattr(block_sizes(64, True), name)
-    constants = {"HEAD_DIM": 64, "BLOCK_Q": blocks.queries, "BLOCK_K": blocks.keys, "BLOCK_D": 64, "SOFTCAP": True}
-    constants["MANY"] = many
 
-    def type_of(argument):
-        if argument in constants:
-            return "constexpr"
-        if argument == "TABLE":
-            return "*i32" if many else "*bf16"
-        if argument.isupper():
-            return "*fp32" if argument in _ACCUMULATED else "*bf16"
-        return "fp32" if argument in _FLOATS else "i32"
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_heads_of_128_do_not_spill_on_any_architecture(capability):
+    dtype = "fp16" if capability < 80 else "bf16"
+    for name in ("forward", "dq", "dkv"):
+        build = Build(capability, name, 128, dtype)
+        assert compile_build(build).faults(build) == [], build
 
-    source = ASTSource(
-        kernel,
-        {argument: type_of(argument) for argument in kernel.arg_names},
-        {(kernel.arg_names.index(argument),): value for argument, value in constants.items()},
-        {
-            (i,): [["tt.divisibility", 16]]
-            for i, argument in enumerate(kernel.arg_names)
-            if argument not in constants and (argument.isupper() or argument.startswith("stride"))
-        },
-    )
-    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
-    compiled = compile(source, target=GPUTarget("cuda", 80, 32), options=options)
-    assert compiled.metadata.shared <= 99 * 1024
-    assert "mma.sync" in compiled.asm["ptx"], "tensor cores are not used"
+
+def test_what_a_card_cannot_hold_is_a_fault():
+    build = Build(90, "dkv", 128, "bf16")
+    spilling = Resources(registers=255, spill_bytes=120, shared_bytes=228 << 10, tensor_cores=False)
+    assert spilling.faults(build) == ["spills 120 bytes", "233472 bytes of shared memory of 232448", "no tensor cores"]
+
+
+def test_a_card_between_two_of_the_table_takes_the_lower_ones_blocks():
+    assert block_sizes(128, 87, True) == block_sizes(128, 86, True)
+    assert block_sizes(128, 121, True) == block_sizes(128, 120, True) != block_sizes(128, 90, True)
+    assert block_sizes(128, 75, True) == block_sizes(128, 90, False)  # no tensor cores in either

@@ -29,33 +29,53 @@ class BlockSizes(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Block sizes of the three kernels."""
+    """Block sizes of the three kernels that multiply."""
 
     forward: BlockSizes
     dq: BlockSizes
     dkv: BlockSizes
 
 
-def block_sizes(head_dim: int, tensor_cores: bool) -> Launch:
-    """Blocks whose accumulators fit into registers and whose tiles fit into every supported GPU's shared memory.
+DELTA = BlockSizes(32, 0, 4, 1)  # rows of the kernel that multiplies nothing
 
-    Chosen by compiling with Triton 3.9 for sm75, sm80, sm86 and sm90 and reading registers, spills and shared memory;
-    not timed on any GPU. At most 80 KiB of shared memory on sm80 with tensor cores (sm86 has 99), 65 KiB without.
+
+# By padded head size: products of 16-bit numbers on tensor cores, from Ampere on.
+_ON_TENSOR_CORES = {
+    64: Launch(BlockSizes(128, 64), BlockSizes(128, 32), BlockSizes(32, 128)),
+    128: Launch(BlockSizes(128, 64), BlockSizes(128, 32), BlockSizes(32, 64)),
+    256: Launch(BlockSizes(64, 32), BlockSizes(32, 32, 8, 1), BlockSizes(32, 32, 8, 1)),
+}
+# By compute capability, from there to the next one: what would spill there with the sizes above.
+_WOULD_SPILL = {
+    80: {128: {"forward": BlockSizes(128, 64, 8, 1), "dkv": BlockSizes(32, 64, 8, 1)}},
+    86: {128: {"forward": BlockSizes(128, 64, 8, 1)}},
+    90: {128: {"dkv": BlockSizes(16, 64)}},
+    100: {128: {"dkv": BlockSizes(16, 64)}},
+    120: {128: {"forward": BlockSizes(64, 64)}},
+}
+# All other products: float32, and anything on Volta and Turing.
+_ON_ORDINARY_CORES = {
+    64: Launch(BlockSizes(32, 32, 8, 1), BlockSizes(32, 32, 8, 1), BlockSizes(16, 32, 8, 1)),
+    256: Launch(*(BlockSizes(16, 16, 8, 1),) * 3),
+}
+
+
+def block_sizes(head_dim: int, capability: int, sixteen_bit: bool) -> Launch:
+    """Blocks with which no kernel spills registers, and whose tiles fit into shared memory.
+
+    Chosen by compiling with Triton 3.9: `python -m benchmarks.kernels` compiles all of them for sm75, 80, 86, 89, 90,
+    100 and 120 and fails where one spills. Not timed on any GPU.
 
     Args:
         head_dim: D padded to a power of two.
-        tensor_cores: products of 16-bit numbers from Ampere on. Triton 3.9 multiplies all others with ordinary
-            arithmetic: float32, and anything on Volta and Turing.
+        capability: of the GPU, ten times the major and the minor number; those between two of the table take the lower.
+        sixteen_bit: the numbers are float16 or bfloat16.
     """
-    if tensor_cores and head_dim <= 64:
-        return Launch(BlockSizes(128, 64), BlockSizes(128, 32), BlockSizes(32, 128))
-    if tensor_cores and head_dim <= 128:
-        return Launch(BlockSizes(128, 64), BlockSizes(128, 32), BlockSizes(32, 64))
-    if tensor_cores:
-        return Launch(BlockSizes(64, 32), BlockSizes(32, 32), BlockSizes(32, 32))
-    if head_dim <= 64:
-        return Launch(BlockSizes(32, 32, 8, 1), BlockSizes(32, 32, 8, 1), BlockSizes(16, 32, 8, 1))
-    return Launch(*(BlockSizes(16, 16, 8, 1),) * 3)
+    has_tensor_cores = sixteen_bit and capability >= 80  # Triton 3.9 multiplies all others with ordinary arithmetic
+    sizes = _ON_TENSOR_CORES if has_tensor_cores else _ON_ORDINARY_CORES
+    dim = next(dim for dim in sizes if head_dim <= dim)
+    smaller = _WOULD_SPILL[max(key for key in _WOULD_SPILL if key <= capability)] if has_tensor_cores else {}
+    return sizes[dim]._replace(**smaller.get(dim, {}))
 
 
 def triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
@@ -188,13 +208,14 @@ def _backward(
     delta = torch.empty_like(lse)
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     kernels, launch, many = _kernels(), _launch(q), isinstance(work, _ManyBlocks)
-    kernels.delta_kernel[-(-num_queries // launch.dq.queries), batch_size * heads](
+    kernels.delta_kernel[-(-num_queries // DELTA.queries), batch_size * heads](
         *(out, dout, delta),
         *_strides(out, dout),
         *(heads, num_queries),
         HEAD_DIM=head_dim,
-        BLOCK_Q=launch.dq.queries,
-        BLOCK_D=_padded(head_dim),
+        BLOCK_Q=DELTA.queries,
+        BLOCK_D=padded_head_dim(head_dim),
+        num_warps=DELTA.num_warps,
     )
     operands = (q, k, v, dout, lse, delta)
     group, sizes, factors = heads // k.shape[1], work.sizes(q, k), (*_score_factors(scores), scores.scale)
@@ -249,14 +270,14 @@ def _constants(q: Tensor, blocks: BlockSizes, softcap: float | None) -> dict[str
         "HEAD_DIM": q.shape[3],
         "BLOCK_Q": blocks.queries,
         "BLOCK_K": blocks.keys,
-        "BLOCK_D": _padded(q.shape[3]),
+        "BLOCK_D": padded_head_dim(q.shape[3]),
         "SOFTCAP": softcap is not None,
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }
 
 
-def _padded(head_dim: int) -> int:
+def padded_head_dim(head_dim: int) -> int:
     """The next power of two, 16 at least, as Triton's products want it."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
@@ -264,5 +285,5 @@ def _padded(head_dim: int) -> int:
 def _launch(q: Tensor) -> Launch:
     if q.device.type != "cuda":  # the interpreter, in tests of small blocks
         return Launch(*(BlockSizes(16, 16, 1, 1),) * 3)
-    tensor_cores = q.element_size() == 2 and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    return block_sizes(_padded(q.shape[3]), tensor_cores)
+    major, minor = torch.cuda.get_device_capability(q.device)
+    return block_sizes(padded_head_dim(q.shape[3]), 10 * major + minor, q.element_size() == 2)

@@ -1,0 +1,277 @@
+"""The Triton kernels compiled for GPUs that are not here: registers, spills, shared memory, tensor cores.
+
+    python -m benchmarks.kernels [--quick] [--json] [--only sm_90] [--processes 2] [--output FILE]
+
+Triton brings the assembler of every architecture, so that a machine without a GPU can compile what one would run. Each
+kernel of `ds_hetero.runtime.attention.kernels.triton_native` is compiled with the block sizes that it would be launched
+with, for every architecture and head size, one block and many; float32, the other 16-bit type and soft caps at some.
+
+    registers    of a thread, at most 255, and at most 65,536 / threads
+    spills       bytes that a thread stores to and loads from memory for want of registers
+    shared       bytes of shared memory of a program, beside the largest that the card gives one
+    tensor cores whether products run on them
+
+--quick compiles three head sizes in bfloat16 (float16 before Ampere), many blocks. Exit code 1 where a kernel does not
+compile, spills, needs more shared memory than the card has, or does not use tensor cores where it should.
+Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from io import StringIO
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure.results import FOLDER, header, progress, write
+from ds_hetero.runtime.attention.kernels.triton_native import DELTA, BlockSizes, block_sizes, padded_head_dim
+
+RESULT = FOLDER / "kernels.json"
+# Largest shared memory of one program, KiB, by compute capability: CUDA C++ programming guide, table of technical
+# specifications per compute capability.
+SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+KERNELS = ("forward", "delta", "dq", "dkv")
+HEAD_DIMS, _SOME_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256), (64, 128, 256)
+_AMPERE = 80
+_FLOATS = ("inner", "outer", "scale")
+_ACCUMULATED = ("LSE", "DELTA", "DQ", "DK", "DV")
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel as it would be launched: a row of the table."""
+
+    capability: int
+    kernel: str
+    head_dim: int
+    dtype: str  # Triton's name: fp16, bf16, fp32
+    many: bool = True
+    softcap: bool = False
+
+    def blocks(self) -> BlockSizes:
+        """Block sizes that the launcher chooses there."""
+        launch = block_sizes(padded_head_dim(self.head_dim), self.capability, self.dtype != "fp32")
+        return DELTA if self.kernel == "delta" else getattr(launch, self.kernel)
+
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Whether Triton multiplies these numbers on tensor cores there."""
+        return self.capability >= _AMPERE and self.dtype != "fp32"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the assembler says of one build; bytes."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    tensor_cores: bool
+
+    def faults(self, build: Build) -> list[str]:
+        """Why a card would run it badly or not at all."""
+        limit = SHARED_KIB[build.capability] * 1024
+        found = []
+        if self.spill_bytes:
+            found.append(f"spills {self.spill_bytes} bytes")
+        if self.shared_bytes > limit:
+            found.append(f"{self.shared_bytes} bytes of shared memory of {limit}")
+        if build.has_tensor_cores and build.kernel != "delta" and not self.tensor_cores:
+            found.append("no tensor cores")
+        return found
+
+
+def builds(quick: bool = False) -> list[Build]:
+    """All that is compiled: every architecture, kernel and head size that `triton_refusal` lets through.
+
+    One 16-bit type stands for both, but for one head size; what varies little is compiled at three head sizes.
+    """
+    made = []
+    for capability in SHARED_KIB:
+        half, other = ("fp16", None) if capability < _AMPERE else ("bf16", "fp16")
+        largest = 128 if capability < _AMPERE else 256
+        some = [dim for dim in _SOME_HEAD_DIMS if dim <= largest]
+        dims = some if quick else [dim for dim in HEAD_DIMS if dim <= largest]
+        products = [kernel for kernel in KERNELS if kernel != "delta"]
+        made += [Build(capability, "delta", dim, half) for dim in dims]
+        made += [
+            Build(capability, *rest) for rest in product(products, dims, [half], [True] if quick else [True, False])
+        ]
+        made += [Build(capability, kernel, 128, half, softcap=True) for kernel in products]
+        if not quick:
+            made += [Build(capability, *rest) for rest in product(products, some, ["fp32"])]
+            made += [Build(capability, kernel, 128, other) for kernel in products if other]
+    return made
+
+
+def compile_build(build: Build, blocks: BlockSizes | None = None) -> Resources:
+    """Compile it, with other block sizes than the launcher's where ``blocks`` are given.
+
+    Raises:
+        Exception: whatever Triton or its assembler says when it cannot.
+    """
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile as compile_with_triton
+
+    blocks = blocks or build.blocks()
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, "enable_fp_fusion": True}
+    log = StringIO()
+    with tempfile.TemporaryDirectory() as cache, knobs.cache.scope(), knobs.nvidia.scope(), redirect_stdout(log):
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = cache, True
+        target = GPUTarget("cuda", build.capability, 32)
+        compiled = compile_with_triton(_source(build, blocks), target=target, options=options)
+    said = log.getvalue()
+    spills = [int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", said)]
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", said)]
+    if not spills or not registers:
+        raise RuntimeError(f"the assembler said nothing of registers and spills: {said[:300]!r}")
+    has_mma = re.search(r"\b(mma\.sync|wgmma|tcgen05\.mma)", compiled.asm["ptx"]) is not None
+    return Resources(max(registers), sum(spills), compiled.metadata.shared, has_mma)
+
+
+def _source(build: Build, blocks: BlockSizes) -> Any:
+    """The kernel with the types and constants of a launch; addresses and strides are multiples of 16."""
+    from triton.compiler import ASTSource
+
+    from ds_hetero.runtime.attention.kernels import triton_kernels
+
+    kernel = getattr(triton_kernels, f"{build.kernel}_kernel")
+    constants: dict[str, int | bool] = {
+        "HEAD_DIM": build.head_dim,
+        "BLOCK_Q": blocks.queries,
+        "BLOCK_K": blocks.keys,
+        "BLOCK_D": padded_head_dim(build.head_dim),
+        "SOFTCAP": build.softcap,
+        "MANY": build.many,
+    }
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+
+    def type_of(argument: str) -> str:
+        if argument in constants:
+            return "constexpr"
+        if argument == "TABLE":
+            return "*i32" if build.many else f"*{build.dtype}"
+        if argument.isupper():
+            return "*fp32" if argument in _ACCUMULATED else f"*{build.dtype}"
+        return "fp32" if argument in _FLOATS else "i32"
+
+    names = list(kernel.arg_names)
+    return ASTSource(
+        kernel,
+        {name: type_of(name) for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(names)
+            if name not in constants and (name.isupper() or name.startswith("stride"))
+        },
+    )
+
+
+def _row(build: Build) -> dict[str, Any]:
+    """One build and what came of it as plain data."""
+    row: dict[str, Any] = asdict(build) | {"blocks": list(build.blocks())}
+    try:
+        resources = compile_build(build)
+    except Exception as error:  # Triton raises what it likes; the table names it and goes on
+        return row | {"faults": [f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"]}
+    return row | asdict(resources) | {"faults": resources.faults(build)}
+
+
+def run(made: Sequence[Build], processes: int) -> list[dict[str, Any]]:
+    """Compile them side by side."""
+    rows: list[dict[str, Any]] = []
+    os.environ.pop("TRITON_INTERPRET", None)
+    pool = multiprocessing.get_context("spawn").Pool(processes)
+    with progress(Console(stderr=True)) as report, pool:
+        for row in pool.imap(_row, made, chunksize=4):
+            rows.append(row)
+            report(len(rows) / len(made), f"sm_{row['capability']} {row['kernel']} {row['head_dim']} {row['dtype']}")
+    return rows
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each architecture and kernel: the largest figures over head sizes, data types and shapes."""
+    made = []
+    for capability, kernel in product(SHARED_KIB, KERNELS):
+        mine = [row for row in rows if (row["capability"], row["kernel"]) == (capability, kernel)]
+        built = [row for row in mine if "registers" in row]
+        if mine:
+            largest = {
+                name: max((row[name] for row in built), default=0)
+                for name in ("registers", "spill_bytes", "shared_bytes")
+            }
+            made.append(
+                {
+                    "architecture": f"sm_{capability}",
+                    "kernel": kernel,
+                    "builds": len(mine),
+                    **largest,
+                    "shared_limit": SHARED_KIB[capability] * 1024,
+                    "tensor_cores": sum(row["tensor_cores"] for row in built),
+                    "faults": sum(bool(row["faults"]) for row in mine),
+                }
+            )
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three head sizes in one data type")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of tables")
+    parser.add_argument("--only", default="", help="one architecture, such as sm_90")
+    parser.add_argument("--processes", type=int, default=2, help="builds at a time")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    args = parser.parse_args()
+    made = [build for build in builds(args.quick) if args.only in f"sm_{build.capability}"]
+    rows = run(made, args.processes)
+    command = " ".join(["python -m benchmarks.kernels", *sys.argv[1:]])
+    result = {**header(command), "summary": summary(rows), "builds": rows}
+    if not args.quick and not args.only:
+        write(result, args.output)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        _show(result)
+    return 1 if any(row["faults"] for row in rows) else 0
+
+
+def _show(result: dict[str, Any]) -> None:
+    table = Table(
+        "architecture",
+        "kernel",
+        "builds",
+        "registers",
+        "spilled bytes",
+        "shared, KiB (limit)",
+        "on tensor cores",
+        "faults",
+    )
+    for row in result["summary"]:
+        shared = f"{row['shared_bytes'] / 1024:.0f} ({row['shared_limit'] // 1024})"
+        cells = (row["builds"], row["registers"], row["spill_bytes"], shared, row["tensor_cores"], row["faults"])
+        table.add_row(row["architecture"], row["kernel"], *map(str, cells))
+    Console(width=None if sys.stdout.isatty() else 130).print(table)
+    for row in result["builds"]:
+        if row["faults"]:
+            build = f"sm_{row['capability']} {row['kernel']} head size {row['head_dim']} {row['dtype']}"
+            shape = f"{'many blocks' if row['many'] else 'one block'}{', soft cap' if row['softcap'] else ''}"
+            print(f"{build}, {shape}, blocks {tuple(row['blocks'])}: {'; '.join(row['faults'])}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
