@@ -12,8 +12,8 @@ with, for every architecture and head size, one block and many; float32, the oth
     tensor cores whether products run on them
 
 --quick compiles three head sizes in bfloat16 (float16 before Ampere), many blocks. Exit code 1 where a kernel does not
-compile, spills, needs more shared memory than the card has, or does not use tensor cores where it should.
-Nothing is timed.
+compile, spills, needs more shared memory than the card has, or does not use tensor cores where it should. Without
+tensor cores, where the launcher prefers torch's operator, 128 bytes may spill. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 KERNELS = ("forward", "delta", "dq", "dkv")
 HEAD_DIMS, _SOME_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256), (64, 128, 256)
 _AMPERE = 80
+_SMALL_SPILL = 128  # bytes of a thread, allowed where products run on ordinary cores and torch's operator is preferred
 _FLOATS = ("inner", "outer", "scale")
 _ACCUMULATED = ("LSE", "DELTA", "DQ", "DK", "DV")
 
@@ -85,7 +86,7 @@ class Resources:
         """Why a card would run it badly or not at all."""
         limit = SHARED_KIB[build.capability] * 1024
         found = []
-        if self.spill_bytes:
+        if self.spill_bytes > (0 if build.has_tensor_cores else _SMALL_SPILL):
             found.append(f"spills {self.spill_bytes} bytes")
         if self.shared_bytes > limit:
             found.append(f"{self.shared_bytes} bytes of shared memory of {limit}")

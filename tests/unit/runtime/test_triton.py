@@ -62,3 +62,9 @@ def test_a_card_between_two_of_the_table_takes_the_lower_ones_blocks():
     assert block_sizes(128, 87, True) == block_sizes(128, 86, True)
     assert block_sizes(128, 121, True) == block_sizes(128, 120, True) != block_sizes(128, 90, True)
     assert block_sizes(128, 75, True) == block_sizes(128, 90, False)  # no tensor cores in either
+
+
+def test_small_spills_pass_only_without_tensor_cores():
+    spilling = Resources(registers=255, spill_bytes=84, shared_bytes=24 << 10, tensor_cores=False)
+    assert spilling.faults(Build(75, "dkv", 128, "fp16")) == []
+    assert "spills 84 bytes" in spilling.faults(Build(80, "dkv", 128, "bf16"))

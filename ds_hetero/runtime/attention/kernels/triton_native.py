@@ -50,7 +50,7 @@ _WOULD_SPILL = {
     80: {128: {"forward": BlockSizes(128, 64, 8, 1), "dkv": BlockSizes(32, 64, 8, 1)}},
     86: {128: {"forward": BlockSizes(128, 64, 8, 1)}},
     90: {128: {"dkv": BlockSizes(16, 64)}},
-    100: {128: {"dkv": BlockSizes(16, 64)}},
+    100: {128: {"dkv": BlockSizes(16, 64, 8, 1)}},
     120: {128: {"forward": BlockSizes(64, 64)}},
 }
 # All other products: float32, and anything on Volta and Turing.
