@@ -37,7 +37,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure.results import FOLDER, header, progress, write
-from ds_hetero.runtime.attention.kernels.triton_native import DELTA, BlockSizes, block_sizes, padded_head_dim
+from ds_hetero.runtime.attention.kernels.triton_native import (
+    DELTA,
+    BlockSizes,
+    block_sizes,
+    padded_head_dim,
+    runs_on_tensor_cores,
+)
 
 RESULT = FOLDER / "kernels.json"
 # Largest shared memory of one program, KiB, by compute capability: CUDA C++ programming guide, table of technical
@@ -70,7 +76,7 @@ class Build:
     @property
     def has_tensor_cores(self) -> bool:
         """Whether Triton multiplies these numbers on tensor cores there."""
-        return self.capability >= _AMPERE and self.dtype != "fp32"
+        return runs_on_tensor_cores(self.capability, self.dtype != "fp32")
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,8 @@ def builds(quick: bool = False) -> list[Build]:
     return made
 
 
-def compile_build(build: Build, blocks: BlockSizes | None = None) -> Resources:
-    """Compile it, with other block sizes than the launcher's where ``blocks`` are given.
+def compile_build(build: Build) -> Resources:
+    """Compile it.
 
     Raises:
         Exception: whatever Triton or its assembler says when it cannot.
@@ -128,7 +134,7 @@ def compile_build(build: Build, blocks: BlockSizes | None = None) -> Resources:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile as compile_with_triton
 
-    blocks = blocks or build.blocks()
+    blocks = build.blocks()
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, "enable_fp_fusion": True}
     log = StringIO()
     with tempfile.TemporaryDirectory() as cache, knobs.cache.scope(), knobs.nvidia.scope(), redirect_stdout(log):

@@ -18,7 +18,6 @@ from ds_hetero.planner.pipelines.given import judge_plan
 from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 
-GOAL = Objective("time", 1.0, (0.0,) * 8, (0.0,) * 8)
 SIZES = (1, 2, 4)
 MOST_PLANS = 500  # of a peer that are tried until one fits into memory
 
@@ -121,7 +120,8 @@ def best_that_fits(case: Case, plans: Iterable[Plan]) -> tuple[int, float]:
 
 def _step_s_or_reason(costs: StageCosts, plan: Plan) -> float | str:
     try:
-        return judge_plan(costs, plan, GOAL).step_s
+        goal = Objective.of("time", [kind.device for kind in costs.pools.kinds], 1)
+        return judge_plan(costs, plan, goal).step_s
     except PlanError as error:
         return str(error).partition(",")[0]
 

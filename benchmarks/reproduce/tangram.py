@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure.results import FOLDER, header, write
+from benchmarks.reproduce.hexiscale import goal_of
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.workload import Workload
@@ -43,7 +43,6 @@ from ds_hetero.planner.pipelines.rivals import best_grid
 from ds_hetero.planner.published.tangram import TangramVariant, plan_tangram
 from ds_hetero.planner.published.tangram.planner import Rules, compose, compose_exactly, cycle_s
 
-GOAL = Objective("time", 1.0, (0.0,) * 64, (0.0,) * 64)  # no price, whatever the number of kinds
 WORK = Workload(seq_len=4096, cut_vocabulary=True)
 LAYERS, BATCH = 80, 192
 PRINTED_SAVING = 26  # calls without rules over calls with all four
@@ -74,7 +73,7 @@ def example() -> dict[str, Any]:
     share = LAYERS * 64 * kinds[0] / (64 * kinds[0] + 128 * kinds[1])
     row: dict[str, Any] = {"balanced": [share, LAYERS - share], "printed": [48, 32]}
     for name, exact in (("algorithm_2", False), ("exact", True)):
-        plan = plan_tangram(costs, GOAL, BATCH, SIZES, variant=TangramVariant(exact=exact))
+        plan = plan_tangram(costs, goal_of(costs), BATCH, SIZES, variant=TangramVariant(exact=exact))
         assert plan is not None
         by_kind = {island.pools[0].kind: layers for island, layers in zip(plan.islands, plan.layers, strict=True)}
         lanes = [len(shape.blocks) for shape in plan.candidate.shapes]
@@ -94,7 +93,7 @@ def pruning() -> dict[str, Any]:
     costs = CalibratedStageCosts(example_cluster(), load_model("llama-3.1-70b"), WORK)
     rows = []
     for name, rules in RULES.items():
-        plan = plan_tangram(costs, GOAL, BATCH, SIZES, rules=rules)
+        plan = plan_tangram(costs, goal_of(costs), BATCH, SIZES, rules=rules)
         assert plan is not None
         rows.append({"rules": name, "calls": plan.calls, "step_s": plan.candidate.step_s, "layers": list(plan.layers)})
     return {"rules": rows, "by_bisection": bisection(costs)}
@@ -189,8 +188,8 @@ def beside_grid(cases: dict[str, tuple[MakeCluster, str, int]]) -> list[dict[str
         cluster, model = make(), load_model(model_name)
         works = [replace(WORK, activation_checkpointing=choice) for choice in (True, False)]
         models = [CalibratedStageCosts(cluster, model, work) for work in works]
-        grids = [best_grid(costs, GOAL, batch, SIZES)[0].step_s for costs in models]
-        plans = [plan_tangram(costs, GOAL, batch, SIZES) for costs in models]
+        grids = [best_grid(costs, goal_of(costs), batch, SIZES)[0].step_s for costs in models]
+        plans = [plan_tangram(costs, goal_of(costs), batch, SIZES) for costs in models]
         row: dict[str, Any] = {"name": name, "batch": batch}
         row["grid_s"] = min((step for step in grids if step is not None), default=None)
         row["tangram_s"] = min((plan.candidate.step_s for plan in plans if plan is not None), default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.text import GB, GIB
-from ds_hetero.cost.workload import Workload
+from ds_hetero.cost.workload import OPTIMIZER_BYTES, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.reporting.described_plan import PlanScenario
 from ds_hetero.reporting.run_file import RunFile
@@ -150,7 +150,7 @@ def _trained(work: Workload) -> dict[str, object]:
         "causal": int(work.causal),
         "precision": "bf16" if work.element_bytes == 2 else "fp32",
         "recompute": recomputed,
-        "optimizer": "AdamW8bit" if work.optimizer_bytes == 6 else "AdamW",
+        "optimizer": "AdamW8bit" if work.optimizer_bytes == OPTIMIZER_BYTES["adamw-8bit"] else "AdamW",
         "peft": adapted if work.adapter_rank else "full",
         "offload": "+".join(name for name, is_there in offloads.items() if is_there),
         "loss": "fused" if work.fused_kernels else "chunked" if work.tiled_logits else "whole",

@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ds_hetero.engine.adapters import SplitModel
-from ds_hetero.engine.forward_mode import (
-    Wanted,
-)
+from ds_hetero.engine.forward_mode import Wanted
 from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.frameworks.transformers.model.router_losses import adds_router_loss
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
@@ -40,10 +38,7 @@ from ds_hetero.runtime.data.shards import (
     place,
     read_batch,
 )
-from ds_hetero.runtime.loss import (
-    mean_over_replica,
-    token_log_probs,
-)
+from ds_hetero.runtime.loss import mean_over_replica, token_log_probs
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import stream_placement
 

@@ -71,11 +71,16 @@ def block_sizes(head_dim: int, capability: int, sixteen_bit: bool) -> Launch:
         capability: of the GPU, ten times the major and the minor number; those between two of the table take the lower.
         sixteen_bit: the numbers are float16 or bfloat16.
     """
-    has_tensor_cores = sixteen_bit and capability >= 80  # Triton 3.9 multiplies all others with ordinary arithmetic
-    sizes = _ON_TENSOR_CORES if has_tensor_cores else _ON_ORDINARY_CORES
+    on_tensor_cores = runs_on_tensor_cores(capability, sixteen_bit)
+    sizes = _ON_TENSOR_CORES if on_tensor_cores else _ON_ORDINARY_CORES
     dim = next(dim for dim in sizes if head_dim <= dim)
-    smaller = _WOULD_SPILL[max(key for key in _WOULD_SPILL if key <= capability)] if has_tensor_cores else {}
+    smaller = _WOULD_SPILL[max(key for key in _WOULD_SPILL if key <= capability)] if on_tensor_cores else {}
     return sizes[dim]._replace(**smaller.get(dim, {}))
+
+
+def runs_on_tensor_cores(capability: int, sixteen_bit: bool) -> bool:
+    """Whether Triton 3.9 multiplies such numbers on tensor cores; see `block_sizes`."""
+    return sixteen_bit and capability >= 80
 
 
 def triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
