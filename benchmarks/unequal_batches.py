@@ -3,7 +3,7 @@
     python -m benchmarks.unequal_batches [--quick] [--rounds 3] [--json]
 
 A Trainer script and an own loop each train with equal batches [4, 4], with ``"batch": [6, 2]`` and with
-``"by_speed"``, by turns, in rounds. Speeds are emulated by sleeping: a rank waits 50 or 150 ms for every sample, one
+``"by_speed"``, by turns, in rounds. Speeds are emulated by sleeping: a rank waits 100 or 300 ms for every sample, one
 third in the forward, the rest in the backward, so that two ranks do not disturb each other on two cores. A step of
 equal batches takes 4 samples of the slow rank, and the best one 2: no batches can be more than 2.0 times faster. The
 first steps, in which ``"by_speed"`` looks, are not counted. Losses of all steps are compared with those of plain torch.
@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.measure import ranks, results
 
-S_PER_SAMPLE = (0.05, 0.15)  # by rank
+S_PER_SAMPLE = (0.1, 0.3)  # by rank
 SAMPLES, BOUND = 8, 2.0
 BATCHES: dict[str, Any] = {"equal": [4, 4], "[6, 2]": [6, 2], "by_speed": "by_speed"}
 SCRIPTS = ("Trainer", "own loop")
