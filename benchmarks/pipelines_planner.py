@@ -33,7 +33,6 @@ from benchmarks.measure.exact_pipelines import solve_pipelines_exact
 from benchmarks.measure.results import FOLDER, header, write
 from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
@@ -144,7 +143,7 @@ def draw(rng: random.Random) -> tuple[Cluster, ModelSpec, int]:
 def small_case(cluster: Cluster, model: ModelSpec, samples: int) -> Case | None:
     """All searches of one task; None if no plan fits, which ours must find as well."""
     costs = CalibratedStageCosts(cluster, model, WORK)
-    goal = Objective.of("time", [kind.device for kind in costs.pools.kinds], samples * WORK.seq_len)
+    goal = costs.time_objective()
     before = time.process_time()
     result = Search(Evaluator(costs, samples, goal), (1, 2), effort_s=default_effort_s(cluster.num_ranks)).run()
     search_s = time.process_time() - before

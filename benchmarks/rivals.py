@@ -38,7 +38,6 @@ from benchmarks.measure.exact_pipelines import solve_pipelines_exact
 from benchmarks.measure.random_clusters import random_case
 from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.pipelines_planner import WORK, draw
-from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner import make_problem, plan, strategy
@@ -147,7 +146,7 @@ def of_pipelines(rng: random.Random, with_exact: bool) -> Judged:
     """Pipelines of unequal stages; times of a step."""
     cluster, model, samples = draw(rng)
     costs = CalibratedStageCosts(cluster, model, WORK)
-    goal = Objective.of("time", [kind.device for kind in costs.pools.kinds], samples * WORK.seq_len)
+    goal = costs.time_objective()
     rivals: dict[str, float | None] = {}
     for planner in planners_of("pipelines"):
         assert planner.pipelines is not None

@@ -8,7 +8,6 @@ from itertools import accumulate, islice
 from typing import Any
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import DeviceBlock, Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
@@ -120,7 +119,7 @@ def best_that_fits(case: Case, plans: Iterable[Plan]) -> tuple[int, float]:
 
 def _step_s_or_reason(costs: StageCosts, plan: Plan) -> float | str:
     try:
-        goal = Objective.of("time", [kind.device for kind in costs.pools.kinds], 1)
+        goal = costs.time_objective()
         return judge_plan(costs, plan, goal).step_s
     except PlanError as error:
         return str(error).partition(",")[0]

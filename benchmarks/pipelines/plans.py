@@ -63,7 +63,7 @@ def candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate]:
     work = workload(task.tokens)
     model = model_of(task.shape)
     costs = CalibratedStageCosts(cluster, model, work)
-    goal = _goal(costs, task)
+    goal = costs.time_objective()
     ours = plan_pipelines(cluster, model, work, task.samples, costs=costs, micro_batch_sizes=_SIZES).plan
     found = [_candidate(OURS, ours)]
     other = plan_hexiscale(costs, goal, task.samples, _SIZES)
@@ -83,16 +83,12 @@ def candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate]:
 def equal_stages(cluster: Cluster, task: Task) -> Candidate:
     """Return the pipeline of as many equal stages as there are ranks, which DeepSpeed's own engine also runs."""
     costs = CalibratedStageCosts(cluster, model_of(task.shape), workload(task.tokens))
-    goal = _goal(costs, task)
+    goal = costs.time_objective()
     grids = dict(uniform_grids(costs, task.samples, (1,)))
     candidate = judge_layers(costs, goal, grids[f"tp1 pp{cluster.num_ranks} dp1 b1"])
     if candidate is None:
         raise PlanError("equal stages do not fit into memory.")
     return _candidate(EQUAL, to_plan(costs, finish(costs, candidate)))
-
-
-def _goal(costs: CalibratedStageCosts, task: Task) -> Objective:
-    return Objective.of("time", [kind.device for kind in costs.pools.kinds], task.samples * task.tokens)
 
 
 def _candidate(name: str, plan: Plan) -> Candidate:

@@ -15,8 +15,9 @@ from pathlib import Path
 from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, Rates, usual_reserve, with_attention
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link, Node
 from ds_hetero.common.text import GB, GIB
-from ds_hetero.cost.workload import Buffers, Workload
+from ds_hetero.cost.workload import OPTIMIZER_BYTES, Buffers, Workload
 from ds_hetero.models import ModelSpec
+from ds_hetero.reporting.measured_row import OPTIMIZERS
 
 Row = Mapping[str, str]
 Constants = Mapping[str, Mapping[str, float]]  # by card: shares that stand in for the catalogue's, see `fit`
@@ -37,7 +38,7 @@ _KERNELS = {
     "flash-attn, version not stated": "old",
 }
 _VARIANTS = {"H100-SXM-96GB-500W": ("H100-SXM-80GB", 95, 2.4e12)}  # cards of one cloud: GiB, bytes per second
-_OPTIMIZER_BYTES = {"AdamW8bit": 6.0}  # of a parameter: master weight and moments; AdamW is 12
+_OPTIMIZER_BYTES = {name: OPTIMIZER_BYTES[key] for key, name in OPTIMIZERS.items()}  # master weight and moments
 _BF16_OPTIMIZER_BYTES = {"AdamW8bit": 2.0}  # without a master weight; AdamW is 4
 _UNUSED = Buffers(reduce_bucket=0, prefetch_bucket=0, live_parameters=0)
 
@@ -264,7 +265,7 @@ def _bytes_per_parameter(row: Row) -> tuple[float, float]:
         return (2.0, 10.0) if row["peft"] == "lora+emb" else (4.0, 8.0)
     if row["precision"] == "bf16 pure" or row["source"].startswith("VectorInstitute"):
         gradient, optimizer = 2.0, _BF16_OPTIMIZER_BYTES.get(name, 4.0)
-    if name.startswith(("AdamW in backward", "AdamW8bit")):
+    if name.startswith(("AdamW in backward", "AdamW8bit")) and "torchtune" in row["source"]:
         gradient = 0.01  # of one layer at a time
     return gradient, optimizer
 

@@ -28,9 +28,8 @@ from benchmarks.measure.exact_pipelines import solve_pipelines_exact
 from benchmarks.measure.results import FOLDER, header, write
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.hexiscale import GRADIENT_SCALE, HexiScaleStageCosts
-from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, PlacedPipeline, StageCosts
+from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, PlacedPipeline
 from ds_hetero.models import load_model
 from ds_hetero.planner.pipeline_search.cuts import make_cut
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator
@@ -102,14 +101,9 @@ def case_study() -> dict[str, Any]:
                 "unexplained_s": gradients_s - GRADIENT_SCALE * eq_4_s,
             }
         )
-    optimum = solve_pipelines_exact(Evaluator(costs, 24, goal_of(costs)), sizes=(1,))
+    optimum = solve_pipelines_exact(Evaluator(costs, 24, costs.time_objective()), sizes=(1,))
     assert optimum is not None
     return {"printed": printed, "plans": [*searches(costs, 24), {"name": "exact optimum", "step_s": optimum.step_s}]}
-
-
-def goal_of(costs: StageCosts) -> Objective:
-    """The step's time, whatever the tokens of a step."""
-    return Objective.of("time", [kind.device for kind in costs.pools.kinds], 1)
 
 
 def equation_4_s(costs: HexiScaleStageCosts, layers: int) -> float:
@@ -125,12 +119,12 @@ def searches(costs: HexiScaleStageCosts, batch: int) -> list[dict[str, Any]]:
     for name in ("HexiScale's search", "Tangram's search", "ours"):
         started = time.process_time()
         if name == "ours":
-            result = Search(Evaluator(costs, batch, goal_of(costs)), (1, 2)).run()
+            result = Search(Evaluator(costs, batch, costs.time_objective()), (1, 2)).run()
             plan = None if result is None else result.best
         elif name == "HexiScale's search":
-            plan = plan_hexiscale(costs, goal_of(costs), batch)
+            plan = plan_hexiscale(costs, costs.time_objective(), batch)
         else:
-            tangram = plan_tangram(costs, goal_of(costs), batch)
+            tangram = plan_tangram(costs, costs.time_objective(), batch)
             plan = None if tangram is None else tangram.candidate
         row: dict[str, Any] = {"name": name, "search_cpu_s": time.process_time() - started}
         if plan is not None:

@@ -30,7 +30,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure.results import FOLDER, header, write
-from benchmarks.reproduce.hexiscale import goal_of
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
@@ -73,7 +72,7 @@ def example() -> dict[str, Any]:
     share = LAYERS * 64 * kinds[0] / (64 * kinds[0] + 128 * kinds[1])
     row: dict[str, Any] = {"balanced": [share, LAYERS - share], "printed": [48, 32]}
     for name, exact in (("algorithm_2", False), ("exact", True)):
-        plan = plan_tangram(costs, goal_of(costs), BATCH, SIZES, variant=TangramVariant(exact=exact))
+        plan = plan_tangram(costs, costs.time_objective(), BATCH, SIZES, variant=TangramVariant(exact=exact))
         assert plan is not None
         by_kind = {island.pools[0].kind: layers for island, layers in zip(plan.islands, plan.layers, strict=True)}
         lanes = [len(shape.blocks) for shape in plan.candidate.shapes]
@@ -93,7 +92,7 @@ def pruning() -> dict[str, Any]:
     costs = CalibratedStageCosts(example_cluster(), load_model("llama-3.1-70b"), WORK)
     rows = []
     for name, rules in RULES.items():
-        plan = plan_tangram(costs, goal_of(costs), BATCH, SIZES, rules=rules)
+        plan = plan_tangram(costs, costs.time_objective(), BATCH, SIZES, rules=rules)
         assert plan is not None
         rows.append({"rules": name, "calls": plan.calls, "step_s": plan.candidate.step_s, "layers": list(plan.layers)})
     return {"rules": rows, "by_bisection": bisection(costs)}
@@ -188,8 +187,8 @@ def beside_grid(cases: dict[str, tuple[MakeCluster, str, int]]) -> list[dict[str
         cluster, model = make(), load_model(model_name)
         works = [replace(WORK, activation_checkpointing=choice) for choice in (True, False)]
         models = [CalibratedStageCosts(cluster, model, work) for work in works]
-        grids = [best_grid(costs, goal_of(costs), batch, SIZES)[0].step_s for costs in models]
-        plans = [plan_tangram(costs, goal_of(costs), batch, SIZES) for costs in models]
+        grids = [best_grid(costs, costs.time_objective(), batch, SIZES)[0].step_s for costs in models]
+        plans = [plan_tangram(costs, costs.time_objective(), batch, SIZES) for costs in models]
         row: dict[str, Any] = {"name": name, "batch": batch}
         row["grid_s"] = min((step for step in grids if step is not None), default=None)
         row["tangram_s"] = min((plan.candidate.step_s for plan in plans if plan is not None), default=None)

@@ -31,8 +31,8 @@ _ROOMS = {
         "that ran it.",
         "launch-files": "Write hostfile, scripts and configuration that start PLAN on its hosts, unequal ones too.",
         "elastic": "Say what an elastic job that runs on this node is doing, who is there, and what its memory holds.",
-        "measured": "Turn RUN, the run.json of a job, into a row of measurements.csv, which compares predictions with "
-        "real cards.",
+        "measured": "Turn RUN, the run.json of a job or the JSON of a self-test, into rows of measurements.csv, "
+        "to be judged by.",
         "trace": "Write the predicted step of PLAN as a trace for Perfetto; with --run the measured one beside it.",
     },
     "installed": {

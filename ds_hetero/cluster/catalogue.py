@@ -132,6 +132,7 @@ class CardRow(NamedTuple):
 
     Args:
         fp32_tflops: peak in fp32 of a card without bf16, which is the most it reaches in bf16; None of all others.
+        shares_host: its memory is the machine's, so that offloads free nothing.
     """
 
     name: str  # of the catalogue
@@ -147,6 +148,7 @@ class CardRow(NamedTuple):
     platform: str = "cuda"  # what PyTorch calls such devices
     ranks: int = 1  # devices that PyTorch sees of one card; the numbers are those of one device
     fp32_tflops: float | None = None
+    shares_host: bool = False
 
 
 def _kind(multiprocessors: int, matmul: float, memory: float, attention: Rates, source: str) -> CardKind:
@@ -276,7 +278,7 @@ ROWS: tuple[CardRow, ...] = (
     CardRow("A10G", 70, 24, 600, "PCIe 4 x16", 32, _P4, 300, _GA102, "NVIDIA A10G as AWS prints it for G5 instances: 70 TFLOPS of fp16 tensor cores"),
     CardRow("GH200-96GB", 989.5, 96, 4000, "NVLink 4", 450, _P5, 1000, _HOPPER, "NVIDIA GH200 datasheet, HBM3"),
     CardRow("GH200-144GB", 989.5, 144, 4900, "NVLink 4", 450, _P5, 1000, _HOPPER, "NVIDIA GH200 datasheet, HBM3e"),
-    CardRow("GB10", 125, 119, 273, "ConnectX-7", 25, _P5, 140, _PRO_BLACKWELL, "NVIDIA DGX Spark datasheet: an eighth of its fp4 rate with sparsity; 128 GB shared with the host"),
+    CardRow("GB10", 125, 119, 273, "ConnectX-7", 25, _P5, 140, _PRO_BLACKWELL, "NVIDIA DGX Spark datasheet: an eighth of its fp4 rate with sparsity; 128 GB shared with the host", shares_host=True),
     CardRow("RX-7900XTX", 122.8, 24, 960, "PCIe 4 x16", 32, _P4, 355, _OTHER, "AMD Radeon RX 7900 XTX specifications: twice its fp32 rate", "rocm"),
     CardRow("W7900", 122.6, 48, 864, "PCIe 4 x16", 32, _P4, 295, _OTHER, "AMD Radeon PRO W7900 datasheet", "rocm"),
     CardRow("RTX-2080Ti", 53.8, 11, 616, "PCIe 3 x16", 16, _P3, 250, _TURING, "NVIDIA Turing whitepaper, reference card; fp16, the device has no bf16", fp32_tflops=13.4),
@@ -365,6 +367,7 @@ def _entry(row: CardRow) -> CatalogueEntry:
         source=row.source,
         efficiency=kind.efficiency,
         watts=row.watts,
+        shares_host_memory=row.shares_host,
     )
     in_fp32 = None if row.fp32_tflops is None else row.fp32_tflops * TERA
     if kind.attention:

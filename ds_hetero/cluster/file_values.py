@@ -155,4 +155,5 @@ def _device_to_dict(device: DeviceSpec) -> JsonDict:
     numbers = {key: value / unit for key, (value, unit) in values.items() if value is not None}
     efficiency = {field.name: getattr(device.efficiency, field.name) for field in fields(Efficiency)}
     words = {"source": device.source, "attention": device.attention_kernel, "measured": device.measured}
-    return {**numbers, **words, "efficiency": efficiency}
+    shared = {"shares_host_memory": True} if device.shares_host_memory else {}
+    return {**numbers, **words, **shared, "efficiency": efficiency}

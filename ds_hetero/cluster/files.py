@@ -84,7 +84,7 @@ MAX_OVERRIDES = 1_000_000  # pairs of nodes
 DEFAULT_LATENCY_S = 5e-6  # inside a node, where the link is left to the catalogue
 PER_RANK = "per_rank"  # of nics: a port for every rank
 
-_DEVICE_WORDS = ("efficiency", "source", "attention", "measured", "attention_s")
+_DEVICE_WORDS = ("efficiency", "source", "attention", "measured", "attention_s", "shares_host_memory")
 _LINK_KEYS = {
     "bandwidth_gb_per_s",
     "latency_us",
@@ -240,8 +240,9 @@ def _device(name: str, entry: JsonObject, known: DeviceSpec | None) -> DeviceSpe
         values["attention_s"] = _attention_times(f"{where}.attention_s", entry["attention_s"])
     if "source" in entry:
         values["source"] = str(entry["source"])
-    if "measured" in entry:
-        values["measured"] = entry["measured"] is True
+    for key in ("measured", "shares_host_memory"):
+        if key in entry:
+            values[key] = entry[key] is True
     if "attention" in entry:
         values["attention_kernel"] = str(entry["attention"])
         if known and name in CATALOGUE and entry["attention"]:

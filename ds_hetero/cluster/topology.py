@@ -20,7 +20,7 @@ from math import log2
 
 import numpy as np
 
-from ds_hetero.common.arrays import Floats, Ints, distinct
+from ds_hetero.common.arrays import Bools, Floats, Ints, distinct
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +65,7 @@ class DeviceSpec:
         peak_flops_per_s: dense bf16 rate of the datasheet, without sparsity; HexiSeq's c_d (arXiv:2605.07569, table 1).
         error: half of the range, as a share, in which a predicted step lies in 8 of 10 cases: of measurements of this
             card, or of cards like it; see ``measured``.
+        shares_host_memory: the memory is the machine's own, so that what is offloaded stays in it.
         attention_s: measured seconds of causal attention on this device alone, ``(tokens, seconds)`` by ascending
             tokens, the table of the hetero-ring paper; empty if it was not measured.
     """
@@ -82,6 +83,7 @@ class DeviceSpec:
     efficiency: Efficiency = field(default_factory=Efficiency)  # achieved shares of the peaks
     watts: float | None = None  # power under load; None if not known
     idle_watts: float | None = None  # power while it waits; None for a quarter of ``watts``
+    shares_host_memory: bool = False
     price_per_hour: float | None = None  # money for one hour, in any one currency; None if not known
     attention_s: tuple[tuple[int, float], ...] = ()
 
@@ -122,7 +124,8 @@ class Node:
             rank has a port of its own that runs at the network link's rate.
         switch_bytes_per_s: what all ranks together can move inside the node, such as a PCIe root; None when pairs do
             not disturb each other (NVSwitch).
-        host_memory_bytes: memory of the machine itself, where offloads go; None where nobody says it.
+        host_memory_bytes: memory of the machine itself, where offloads of devices with a memory of their own go; None
+            where nobody says it.
         group: name of the entry in the cluster file, the same for all copies made by ``repeat``.
     """
 
@@ -172,6 +175,11 @@ class Cluster:
     def memory_bytes(self) -> Floats:
         """Memory of every rank, ``[ranks]``."""
         return np.array([device.memory_bytes for device in self.devices], dtype=np.float64)
+
+    @cached_property
+    def shares_host_memory(self) -> Bools:
+        """Whether the memory of a rank's device is its machine's own, ``[ranks]``."""
+        return np.array([device.shares_host_memory for device in self.devices])
 
     @cached_property
     def memory_bytes_per_s(self) -> Floats:

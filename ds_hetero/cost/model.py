@@ -317,7 +317,10 @@ class CostModel(ABC):
         others = int((excess_D > 0).sum()) - 1
         need, has, excess = memory_D[rank] / GIB, self.capacity_bytes_D[rank] / GIB, excess_D[rank] / GIB
         text = f"{self.cluster.rank_name(rank)} needs {need:.1f} GiB of {has:.1f}: {excess:.1f} GiB too much ({shares})"
-        return text + (f"; {others} more ranks do not fit" if others else "")
+        text += f"; {others} more ranks do not fit" if others else ""
+        device = self.cluster.devices[rank]
+        stays = device.shares_host_memory and self.workload.offloads
+        return text + (f"; offloads free none of it, the memory of {device.name} is the machine's" if stays else "")
 
 
 def once_s(outside: Mapping[str, float]) -> float:

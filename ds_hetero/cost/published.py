@@ -23,7 +23,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.model import Bottleneck, CostModel, Span, Terms
 from ds_hetero.cost.terms.grouping import Edges, GroupBy, Grouping, ring_edges
-from ds_hetero.cost.terms.memory import MemoryParts, Moments, state_bytes
+from ds_hetero.cost.terms.memory import MemoryParts, Moments, state_bytes, stays_on_device
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.schedule import Schedule
@@ -60,7 +60,9 @@ class PublishedCostModel(CostModel):
         self._a2a_bytes = A2A_TENSORS * batch * model.head_dim * element  # per token and head, Eq. 8
         self._ring_bytes = RING_TENSORS * batch * model.head_dim * element  # per token and head, Eq. 10
         self._s_per_byte = 1 / cluster.node_bytes_per_s
-        self._states = state_bytes(model, workload, cluster.num_ranks)
+        stays = stays_on_device(cluster, model, workload, np.zeros(cluster.num_ranks))
+        states = state_bytes(model, workload, cluster.num_ranks)
+        self._states = {name: size + getattr(stays, name) for name, size in states.items()}
         self.capacity_bytes_D = cluster.memory_bytes
         work = NON_ATTENTION_FLOPS * batch * workload.seq_len * hidden**2
         work += ATTENTION_FLOPS * batch * workload.seq_len**2 * model.num_heads * model.head_dim

@@ -136,6 +136,11 @@ class Workload:
         return f"{'QLoRA' if self.quantization else 'LoRA'} of rank {self.adapter_rank}"
 
     @property
+    def offloads(self) -> bool:
+        """Something is in the host's memory."""
+        return self.offload_activations or self.offload_optimizer or self.offload_parameters
+
+    @property
     def has_loss_tiles(self) -> bool:
         """Logits of all tokens never exist at once."""
         return self.tiled_logits or self.fused_kernels

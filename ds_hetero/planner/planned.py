@@ -317,7 +317,8 @@ def does_not_fit(cost: CostModel, candidates: Sequence[ScheduleCandidate]) -> st
     parts = cost.memory_parts(*cost.arrays(nearest.schedule)).of_rank(int(over_D.argmax()))
     longest = longest_of_assignment(cost)
     remedies = [f"sequences of up to about {longest} tokens"] if longest else []
-    remedies += _remedies(cost, parts, _WORTH * float(over_D.max()))
+    offloads = not cost.cluster.devices[int(over_D.argmax())].shares_host_memory
+    remedies += _remedies(cost, parts, _WORTH * float(over_D.max()), offloads=offloads)
     return (
         f"no schedule of {cost.model.name} with {work.seq_len} tokens fits on {cost.cluster.num_ranks} devices. "
         f"At the nearest one {nearest.prediction.reason}. What would fit or help: "
@@ -325,23 +326,25 @@ def does_not_fit(cost: CostModel, candidates: Sequence[ScheduleCandidate]) -> st
     )
 
 
-def _remedies(cost: CostModel, parts: MemoryParts, least: float) -> list[str]:
+def _remedies(cost: CostModel, parts: MemoryParts, least: float, *, offloads: bool) -> list[str]:
     """Changes by the names that ``fit`` gives them, those first that save the most.
 
     Args:
         cost: of the training that does not fit.
         parts: memory of the rank that misses by most.
         least: bytes that a change has to be able to save.
+        offloads: what is offloaded leaves the memory of that rank.
     """
     work = cost.workload
     states = parts.weights + parts.gradients + parts.optimizer_state
+    may_step_there = offloads and work.zero_stage > 0 and not work.offload_optimizer
     saved = {
         "tiled loss": 0.0 if work.tiled_logits else parts.logits,
         "tiled MLP and loss": 0.0 if work.tiled_mlp else parts.layer + (0.0 if work.tiled_logits else parts.logits),
         "activation checkpointing": 0.0 if work.activation_checkpointing else parts.activations,
-        "activation offload": 0.0 if work.offload_activations else parts.activations,
+        "activation offload": parts.activations if offloads and not work.offload_activations else 0.0,
         "ZeRO stage 3": states if work.zero_stage < 3 else 0.0,
-        "optimizer offload": 0.0 if work.offload_optimizer or not work.zero_stage else parts.optimizer_state,
+        "optimizer offload": parts.optimizer_state if may_step_there else 0.0,
         "smaller gradient buckets": parts.bucket if work.zero_stage else 0.0,
         "one sequence per micro-batch": parts.activations + parts.logits if work.micro_batch > 1 else 0.0,
     }

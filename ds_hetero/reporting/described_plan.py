@@ -287,12 +287,16 @@ def _ports(nodes: Sequence[Node]) -> list[str]:
 
 
 def _hosts(nodes: Sequence[Node], work: Workload) -> list[str]:
-    """Say of machines that offloads fill what is known of their memory."""
-    if not (work.offload_activations or work.offload_optimizer or work.offload_parameters):
-        return []
-    if any(node.host_memory_bytes is None for node in nodes):
-        return ["machines have the memory that offloads need (--host-memory, host_memory_gib)"]
-    return [f"offloads may take {HOST_SHARE:.0%} of a machine's memory"]
+    """Say of machines that offloads fill what is known of their memory, and where it is the cards' own."""
+    devices = [device for node in nodes for device in node.devices]
+    shared = dict.fromkeys(device.name for device in devices if device.shares_host_memory)
+    words = [f"offloads free nothing of {' and '.join(shared)}, whose memory is the machine's"] if shared else []
+    apart = [node for node in nodes if not all(device.shares_host_memory for device in node.devices)]
+    if not (work.offloads and apart):
+        return words
+    if any(node.host_memory_bytes is None for node in apart):
+        return [*words, "machines have the memory that offloads need (--host-memory, host_memory_gib)"]
+    return [*words, f"offloads may take {HOST_SHARE:.0%} of a machine's memory"]
 
 
 def _through_host(node: Node) -> bool:

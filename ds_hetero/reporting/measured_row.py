@@ -1,10 +1,16 @@
-"""A run as a row of ``measurements.csv``, the table of public measurements that predictions are judged by."""
+"""A run, or a self-test, as rows of ``measurements.csv``, the table of public measurements that judges predictions."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
 from ds_hetero.cluster.catalogue import CATALOGUE
+from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.text import GB, GIB
+from ds_hetero.common.reading import JsonObject, read_file, shortened
+from ds_hetero.common.text import GB, GIB, TERA
 from ds_hetero.cost.workload import OPTIMIZER_BYTES, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.reporting.described_plan import PlanScenario
@@ -26,14 +32,26 @@ ATTENTION = {  # kernels by name, and what the table calls them
     "triton": "Triton",
     "torch": "torch",
 }
+OPTIMIZERS = {  # of `OPTIMIZER_BYTES`, and what the table calls them
+    "adamw": "AdamW",
+    "adamw-8bit": "AdamW8bit",
+    "adamw-bf16": "AdamW in bf16",
+    "lion": "Lion",
+    "muon": "Muon",
+    "sgd": "SGD",
+    "adafactor": "Adafactor",
+}
 
 
-def measured_row(run: RunFile, *, attention: str | None, source: str) -> dict[str, object]:
+def measured_row(
+    run: RunFile, *, attention: str | None, optimizer: str | None = None, source: str
+) -> dict[str, object]:
     """Return the row of a run, by column; empty text is "not stated".
 
     Args:
         run: of one kind of card, with one uniform schedule for all replicas.
         attention: kernel that it ran, of `ATTENTION`; None where nobody says it.
+        optimizer: of `OPTIMIZERS`; None for the only one with as many bytes of state.
         source: who measured it.
 
     Raises:
@@ -62,7 +80,7 @@ def measured_row(run: RunFile, *, attention: str | None, source: str) -> dict[st
     return {
         **dict.fromkeys(COLUMNS, ""),
         "source": source, "where": f"run.json of {run.written}", "kind": "time+memory", "quality": "table",
-        **_cards(cluster), **shape, **_trained(work),
+        **_cards(cluster), **shape, **_trained(work), "optimizer": _optimizer(work, optimizer),
         "seq_len": work.seq_len, "micro_batch": micro_batch, "grad_accum": micro_batches,
         "global_batch": micro_batch * micro_batches * replicas,
         "dp": replicas, "tp": 1, "pp": 1, "sp": degrees[0], "cp": degrees[1],
@@ -150,7 +168,6 @@ def _trained(work: Workload) -> dict[str, object]:
         "causal": int(work.causal),
         "precision": "bf16" if work.element_bytes == 2 else "fp32",
         "recompute": recomputed,
-        "optimizer": "AdamW8bit" if work.optimizer_bytes == OPTIMIZER_BYTES["adamw-8bit"] else "AdamW",
         "peft": adapted if work.adapter_rank else "full",
         "offload": "+".join(name for name, is_there in offloads.items() if is_there),
         "loss": "fused" if work.fused_kernels else "chunked" if work.tiled_logits else "whole",
@@ -158,7 +175,90 @@ def _trained(work: Workload) -> dict[str, object]:
     }
 
 
+def _optimizer(work: Workload, name: str | None) -> str:
+    """Return what the table calls the optimizer.
+
+    Raises:
+        PlanError: several optimizers have as many bytes of state, or the run trained a part of the weights alone.
+    """
+    master = 4 if work.element_bytes == 4 and work.zero_stage == 0 else 0  # weights in fp32 are their own master
+    fitting = [each for each, size in OPTIMIZER_BYTES.items() if size == work.optimizer_bytes + master]
+    if not fitting:
+        raise PlanError(
+            f"a row is of a training of all weights, or of adapters whose rank is known. The run had "
+            f"{work.optimizer_bytes:.3g} bytes of optimizer state a parameter, so that it trained a part of them."
+        )
+    if name is None and len(fitting) > 1:
+        raise PlanError(
+            f"the run had {work.optimizer_bytes:g} bytes of optimizer state a parameter, as {', '.join(fitting)} have. "
+            "Say with --optimizer which one it was."
+        )
+    return OPTIMIZERS[name or fitting[0]]
+
+
 def _notes(run: RunFile, work: Workload) -> str:
     versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
     rank = f"; rank {work.adapter_rank}" if work.adapter_rank else ""
     return f"DeepSpeed; {run.steps} steps{rank}; {versions}"
+
+
+def read_report(path: Path) -> JsonObject | None:
+    """Read the report that ``ds-hetero selftest --json`` wrote; None if the file is something else.
+
+    Raises:
+        PlanError: the file cannot be read.
+    """
+    data = read_file(path, "run", PlanError)
+    is_report = isinstance(data, Mapping) and {"healthy", "ranks", "lines"} <= data.keys()
+    return data if is_report else None
+
+
+def selftest_rows(report: JsonObject, *, source: str) -> list[dict[str, object]]:
+    """Return the rows of a self-test's report, one for each kind of card: the rate of its large products.
+
+    Args:
+        report: of ``ds-hetero selftest --json``.
+        source: who measured it.
+
+    Raises:
+        PlanError: it measured no products, a device is not in the catalogue, or it is damaged.
+    """
+    try:
+        rates = _rates(report)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise PlanError(f"the report of the self-test is damaged: {type(error).__name__}: {error}.") from None
+    if not rates:
+        raise PlanError(
+            "this self-test measured no products: it ended before them, or is of an earlier release. Run ds-hetero "
+            "selftest --json FILE again."
+        )
+    return [
+        {
+            **dict.fromkeys(COLUMNS, ""),
+            "source": source, "where": "ds-hetero selftest", "kind": "matmul", "quality": "table",
+            "gpu": card, "gpus": 1, "nodes": 1, "gpus_per_node": 1, "precision": precision,
+            "value": round(median(of_card), 2), "unit": "TFLOPS",
+            "notes": f"median of {len(of_card)} of {len(report['ranks'])} ranks at once; torch {torch}",
+        }
+        for (card, precision, torch), of_card in rates.items()
+    ]  # fmt: skip
+
+
+def _rates(report: JsonObject) -> dict[tuple[str, str, str], list[float]]:
+    """TFLOPS of products, by card, precision and release of torch."""
+    rates = dict[tuple[str, str, str], list[float]]()
+    for line in report["lines"]:
+        if line["name"] != "products" or line.get("per_s") is None:
+            continue
+        for number in line["ranks"] or range(len(report["ranks"])):
+            rank = report["ranks"][number]
+            precision = "bf16" if "bfloat16" in rank["native_types"] else "fp16"
+            rates.setdefault((_card_of(rank), precision, rank["torch"]), []).append(float(line["per_s"]) / TERA)
+    return rates
+
+
+def _card_of(rank: JsonObject) -> str:
+    name = catalogue_name(rank["device"], int(rank["memory_gib"] * GIB))
+    if name is None:
+        raise PlanError(f"a row is of a card of the catalogue, the self-test ran on {shortened(rank['device'])}.")
+    return name

@@ -9,7 +9,7 @@ from typing import Any
 from ds_hetero.cluster import Cluster
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import GIB, bytes_text, time_text
-from ds_hetero.cost.price import Objective, price_of
+from ds_hetero.cost.price import price_of
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.terms.flops import training_flops
@@ -233,7 +233,7 @@ def _window_s(described: DescribedPlan, finished: Finished) -> float:
 
 
 def _rivals(described: DescribedPlan, costs: StageCosts, step_s: float, samples: int) -> Markup:
-    objective = Objective.of("time", [kind.device for kind in costs.pools.kinds], samples * costs.seq_len)
+    objective = costs.time_objective()
     scenario = described.scenario
     rivals: list[Rival] = [
         best_grid(costs, objective, samples, _SIZES)[0],

@@ -115,14 +115,13 @@ def check_bandwidth(session: Session, described: JsonObject) -> Iterator[Line]:
     dtype = default_dtype(session.device)
     with session.watch.call("products"):
         flops_per_s = matmul_probe(timer, dtype)
-    text = f"{flops_per_s / TERA:.2g} TFLOPS in {str(dtype).removeprefix('torch.')}"
-    yield Line(
-        "products", "info", text + _of(flops_per_s, None if entry is None else entry.device.peak_flops_per_s, TERA)
-    )
+    text = f"{flops_per_s / TERA:.3g} TFLOPS in {str(dtype).removeprefix('torch.')}"
+    text += _of(flops_per_s, None if entry is None else entry.device.peak_flops_per_s, TERA)
+    yield Line("products", "info", text, flops_per_s)
     with session.watch.call("copies in memory"):
         bytes_per_s = memory_probe(timer)
     peak = None if entry is None else entry.device.memory_bytes_per_s
-    yield Line("copies in memory", "info", f"{bytes_per_s / GB:.2g} GB/s" + _of(bytes_per_s, peak, GB))
+    yield Line("copies in memory", "info", f"{bytes_per_s / GB:.3g} GB/s" + _of(bytes_per_s, peak, GB), bytes_per_s)
     nodes: Sequence[Sequence[int]] = session.nodes
     for where, pairs in (rounds_inside(nodes) | rounds_between(nodes)).items():
         with session.watch.call(f"links {where}"):
@@ -131,7 +130,7 @@ def check_bandwidth(session: Session, described: JsonObject) -> Iterator[Line]:
             largest = samples[-1]
             rate = largest.num_bytes / largest.seconds
             link = entry.link_bytes_per_s if entry is not None and where.startswith("inside") else None
-            yield Line(f"links {where}", "info", f"{rate / GB:.2g} GB/s each way" + _of(rate, link, GB))
+            yield Line(f"links {where}", "info", f"{rate / GB:.3g} GB/s each way" + _of(rate, link, GB), rate)
 
 
 def _of(measured: float, catalogued: float | None, unit: float) -> str:

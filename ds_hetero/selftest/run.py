@@ -116,7 +116,7 @@ def _run_checks(state: _Run) -> None:
             state.own_lines.append(line)
         watch.begin_check(2 * index + 1)
         with watch.call(f"the end of the check of {name}", times=_SLOWEST):
-            own = [(line.name, line.status, line.detail) for line in state.own_lines]
+            own = [(line.name, line.status, line.detail, line.per_s) for line in state.own_lines]
             lines_of_ranks: list[list[Any]] = meeting.gather(name, own, 2 * _SLOWEST * limit_s)
         state.own_lines.clear()
         state.report.lines += merge([[Line(*line) for line in lines] for lines in lines_of_ranks])

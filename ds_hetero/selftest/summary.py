@@ -123,6 +123,7 @@ class Line:
     name: str
     status: Status  # ``"info"`` takes no part in the verdict
     detail: str = ""  # the reason, or what was measured
+    per_s: float | None = None  # rate that was measured: operations, or bytes, per second
     ranks: tuple[int, ...] = ()  # of which it is said, once those of all ranks have been put together; empty for all
 
 

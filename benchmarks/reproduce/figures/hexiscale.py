@@ -47,7 +47,7 @@ def _mfu(costs: HexiScaleStageCosts, plan: PlanCandidate | None, batch: int = ta
 
 
 def _ours(costs: HexiScaleStageCosts, batch: int = tables.BATCH) -> PlanCandidate | None:
-    result = Search(Evaluator(costs, batch, tables.goal_of(costs)), (1, 2)).run()
+    result = Search(Evaluator(costs, batch, costs.time_objective()), (1, 2)).run()
     return None if result is None else result.best
 
 
@@ -76,12 +76,12 @@ def ablation(quick: bool) -> Figure:
     for model, name in cases[:1] if quick else cases:
         cluster = tables.setting(name, model)
         costs = _costs(cluster, model)
-        full = _mfu(costs, plan_hexiscale(costs, tables.goal_of(costs), tables.BATCH))
+        full = _mfu(costs, plan_hexiscale(costs, costs.time_objective(), tables.BATCH))
         symmetric = 0.0
         for degree in (4,) if quick else (1, 2, 4, 8):
             alike = _costs(cluster, model, type("Degree", (OneDegree,), {"degree": degree}))
-            symmetric = max(symmetric, _mfu(alike, plan_hexiscale(alike, tables.goal_of(alike), tables.BATCH)))
-        short = [_mfu(costs, plan_hexiscale(costs, tables.goal_of(costs), batch), batch) for batch in (60, 30, 15)]
+            symmetric = max(symmetric, _mfu(alike, plan_hexiscale(alike, alike.time_objective(), tables.BATCH)))
+        short = [_mfu(costs, plan_hexiscale(costs, costs.time_objective(), batch), batch) for batch in (60, 30, 15)]
         changes = (f"{value:.1f} ({value / full - 1:+.0%})" if full else "-" for value in (symmetric, *short))
         rows.append((f"{model}, {name}", f"{full:.1f}", *changes))
     return Figure(
@@ -103,7 +103,7 @@ def found_strategy(quick: bool) -> Figure:
         ("print, twice", "4090 x4: 18 / 4090 x4: 18 / 4090 x4: 18 / 3090 x2: 6", "4 4 4 2"),
         ("print", "4090 x4: 18 / 4090 x4: 18 / six of 3090 x2: 4 each", "4 4 and six of 2"),
     ]
-    plans = {"rebuilt": plan_hexiscale(costs, tables.goal_of(costs), tables.BATCH), "ours": _ours(costs)}
+    plans = {"rebuilt": plan_hexiscale(costs, costs.time_objective(), tables.BATCH), "ours": _ours(costs)}
     for name, plan in plans.items():
         if plan is None:
             continue
@@ -214,13 +214,13 @@ def convergence(quick: bool) -> Figure:
     for model, name, printed in cases[:1] if quick else cases:
         costs = _costs(tables.setting(name, model), model)
         for number in rounds:
-            ours = _mfu(costs, plan_hexiscale(costs, tables.goal_of(costs), tables.BATCH, (1,), number))
+            ours = _mfu(costs, plan_hexiscale(costs, costs.time_objective(), tables.BATCH, (1,), number))
             drawn = [
                 _mfu(
                     costs,
                     plan_hexiscale(
                         costs,
-                        tables.goal_of(costs),
+                        costs.time_objective(),
                         tables.BATCH,
                         (1,),
                         number,
@@ -259,7 +259,7 @@ def search_time(quick: bool) -> Figure:
         for name, search in (("rebuilt", plan_hexiscale), ("ours", None)):
             started = time.process_time()
             batch = 2 * devices
-            plan = _ours(costs, batch) if search is None else search(costs, tables.goal_of(costs), batch, (1,))
+            plan = _ours(costs, batch) if search is None else search(costs, costs.time_objective(), batch, (1,))
             seconds = time.process_time() - started
             lines.setdefault(name, []).append((devices, seconds))
             cells += [f"{seconds:.1f}", f"{_mfu(costs, plan, batch):.1f}"]
@@ -281,10 +281,10 @@ def large_cluster(quick: bool) -> Figure:
     rows = []
     for model, printed in (("llama-30b", "1.6, 2.7"), ("llama-2-70b", "1.9, 3.3"))[: 1 if quick else 2]:
         costs, batch = _costs(cluster, model), 480
-        grid = best_grid(costs, tables.goal_of(costs), batch, (1, 2))[1]
-        tangram = plan_tangram(costs, tables.goal_of(costs), batch, (1,))
+        grid = best_grid(costs, costs.time_objective(), batch, (1, 2))[1]
+        tangram = plan_tangram(costs, costs.time_objective(), batch, (1,))
         found = {
-            "rebuilt": plan_hexiscale(costs, tables.goal_of(costs), batch, (1,), 2 if quick else 50),
+            "rebuilt": plan_hexiscale(costs, costs.time_objective(), batch, (1,), 2 if quick else 50),
             "Tangram": None if tangram is None else tangram.candidate,
             "ours": _ours(costs, batch),
             "grid": grid,
@@ -317,7 +317,7 @@ def network(quick: bool) -> Figure:
     rows = []
     for rate, printed in ((0.5, 30.1), (0.7, 32.3), (5.0, 36.4))[: 1 if quick else None]:
         costs = _costs(_with_network(rate), "llama-2-7b")
-        found = plan_hexiscale(costs, tables.goal_of(costs), tables.BATCH), _ours(costs)
+        found = plan_hexiscale(costs, costs.time_objective(), tables.BATCH), _ours(costs)
         rows.append((f"{rate:g} GB/s", f"{printed:.1f}", *(f"{_mfu(costs, plan):.1f}" for plan in found)))
     return Figure(
         name="Appendix E",

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from benchmarks.reproduce import tangram as rebuilt
 from benchmarks.reproduce.figures.figure import Figure, Paper
-from benchmarks.reproduce.hexiscale import goal_of
 from benchmarks.reproduce.tangram import SIZES, WORK, nodes_of
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
@@ -54,7 +53,7 @@ def pruning(quick: bool) -> Figure:
     printed = {"none": "26", "1-3 memory": "1.5", "1-4 interface": "1"}
     rows, last = [], 0
     for name in reversed(names):
-        plan = plan_tangram(costs, goal_of(costs), rebuilt.BATCH, SIZES, rules=rebuilt.RULES[name])
+        plan = plan_tangram(costs, costs.time_objective(), rebuilt.BATCH, SIZES, rules=rebuilt.RULES[name])
         assert plan is not None
         last = last or plan.calls
         step = f"{plan.candidate.step_s:.3f}"
@@ -137,8 +136,8 @@ def _beside(model_name: str, cluster: Cluster, batch: int) -> list[tuple[str, st
     models = [
         CalibratedStageCosts(cluster, model, replace(WORK, activation_checkpointing=choice)) for choice in (True, False)
     ]
-    grids = [best_grid(costs, goal_of(costs), batch, SIZES)[0].step_s for costs in models]
-    plans = [plan_tangram(costs, goal_of(costs), batch, SIZES) for costs in models]
+    grids = [best_grid(costs, costs.time_objective(), batch, SIZES)[0].step_s for costs in models]
+    plans = [plan_tangram(costs, costs.time_objective(), batch, SIZES) for costs in models]
     grid_s = min((step for step in grids if step is not None), default=None)
     tangram_s = min((plan.candidate.step_s for plan in plans if plan is not None), default=None)
     try:
@@ -165,7 +164,7 @@ def tolerance(quick: bool) -> Figure:
     costs = CalibratedStageCosts(cluster, load_model("llama-2-13b"), WORK)
     rows, points = [], []
     for tau in (0.05, 0.4) if quick else (0.05, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4):
-        plan = plan_tangram(costs, goal_of(costs), 96, (1,), variant=TangramVariant(tau=tau))
+        plan = plan_tangram(costs, costs.time_objective(), 96, (1,), variant=TangramVariant(tau=tau))
         step_s = float("nan") if plan is None else plan.candidate.step_s
         points.append((tau, step_s))
         rows.append((f"{tau:g}", str(len(form_islands(costs.pools, tau))), f"{step_s:.3f}"))
@@ -188,7 +187,7 @@ def extreme(quick: bool) -> Figure:
     rows = []
     for name, cluster in (("16 H100 and 16 A10", both), ("16 H100", alone)):
         costs = CalibratedStageCosts(cluster, load_model("llama-2-13b"), WORK)
-        plan = plan_tangram(costs, goal_of(costs), 64, (1,))
+        plan = plan_tangram(costs, costs.time_objective(), 64, (1,))
         ours = plan_pipelines(cluster, load_model("llama-2-13b"), WORK, 64, costs=costs, micro_batch_sizes=(1,))
         layers: Sequence[int] = () if plan is None else plan.layers
         step = "-" if plan is None else f"{plan.candidate.step_s:.3f}"

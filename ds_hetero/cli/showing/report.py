@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from ds_hetero.cli.options import AS_JSON, FILE
 from ds_hetero.cli.printing import check_out, print_json, print_written, write_out
+from ds_hetero.models.configs import read_training
 from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
 from ds_hetero.reporting.plan_page import describe_with_run, plan_page
 from ds_hetero.reporting.run_file import RunFile, read_run
@@ -24,9 +26,16 @@ def plan_and_run(out_help: str) -> Callable[[Callable[..., None]], Callable[...,
 
 @click.command
 @plan_and_run("Page to write, .html.")
-def report(plan: Path, out: Path, run: Path | None, as_json: bool) -> None:
+@click.option("--train", help="full, lora[:rank] or qlora[:rank]: the same plan with these weights trained.")
+def report(plan: Path, out: Path, run: Path | None, train: str | None, as_json: bool) -> None:
     """Make one HTML page of PLAN, as plan --out or plan --json wrote it, and of what a job measured that ran it."""
-    page = plan_page(*read_both(plan, run, out, ".html"))
+    if run is not None and train is not None:
+        raise click.UsageError("--run is of the weights that the job trained. Leave --train out.")
+    described, measured = read_both(plan, run, out, ".html")
+    if train is not None:
+        work = replace(described.scenario.workload, **read_training(train)._asdict(), trains_embedding=False)
+        described = replace(described, scenario=replace(described.scenario, workload=work))
+    page = plan_page(described, measured)
     write_out(out, page)
     if as_json:
         print_json({"out": str(out), "bytes": len(page.encode())})

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hetero.cluster.topology import Cluster
+from ds_hetero.cluster.topology import Cluster, DeviceSpec
 from ds_hetero.common.arrays import Bools, Floats
 from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.stages.gradients import CalibratedStageMemory, DeviceParameters, GradientTimes
@@ -115,6 +115,7 @@ class CalibratedStageCosts(StageCosts):
             side_s=2 * device.efficiency.message_overhead_s,
             capacity_bytes=device.usable_bytes,
             memory=self._memory(
+                device,
                 layer=layer.mapped(lambda alone: float(np.max(alone))),
                 logits=float(logit_bytes(model, of_batch, np.array([float(self.seq_len)]))[0]) / cut,
                 holders=pipelines,
@@ -147,7 +148,7 @@ class CalibratedStageCosts(StageCosts):
                     last_s=shared.loss_s,
                     side_s=2 * max(self.pools.kinds[each.kind].device.efficiency.message_overhead_s for each in parts),
                     capacity_bytes=device.usable_bytes,
-                    memory=self._memory(layer, logits, holders),
+                    memory=self._memory(device, layer, logits, holders),
                 )
             )
         return replace(memory[0], beside=tuple(memory[1:]))
@@ -170,11 +171,12 @@ class CalibratedStageCosts(StageCosts):
     # --- memory
 
     def _memory(
-        self, layer: LayerMemory, logits: float, holders: int, cut: int = 1, cut_of_ends: int = 1
+        self, device: DeviceSpec, layer: LayerMemory, logits: float, holders: int, cut: int = 1, cut_of_ends: int = 1
     ) -> CalibratedStageMemory:
         """Owners of an element are those who add to its gradient; where owners differ, what they own is on top.
 
         Args:
+            device: whose memory it is.
             layer: of a layer on a device.
             logits: of the head on a device.
             holders: who add to a gradient.
@@ -182,6 +184,8 @@ class CalibratedStageCosts(StageCosts):
             cut_of_ends: devices that cut embedding and head; the others are copies, which share the optimizer state.
         """
         model, work = self.model, self.workload
+        if device.shares_host_memory:  # offloaded checkpoints stay in it
+            work = replace(work, offload_activations=False)
         table, matrix = model.vocab_size * model.hidden_size, model.mlp_size * model.hidden_size / cut
         owns = 1 / holders / cut if self.owners == "even" or holders == 1 else 0.0
         return CalibratedStageMemory(

@@ -25,6 +25,7 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link
 from ds_hetero.common.arrays import Floats
+from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
 from ds_hetero.cost.terms.layer_memory import Bytes
 from ds_hetero.errors import PlanError
@@ -273,6 +274,10 @@ class StageCosts(ABC):
         self.cluster, self.model, self.seq_len = cluster, model, seq_len
         self.activation_checkpointing = activation_checkpointing
         self.pools = Pools(cluster)
+
+    def time_objective(self) -> Objective:
+        """The step's time, for a search to make small."""
+        return Objective.of("time", [kind.device for kind in self.pools.kinds], self.seq_len)
 
     # --- stages
 

@@ -182,17 +182,18 @@ def memory_moments(
     """Memory of every rank of a job that shares sequences; leading dimensions of the arguments are kept."""
     num_ranks = tokens_D.shape[-1]
     states = state_bytes(model, workload, num_ranks)
+    stays = stays_on_device(grouping.cluster, model, workload, tokens_D)
     element, stage = workload.element_bytes, workload.zero_stage
     layer = layer_memory(model, workload, LayerShare.of_sequence(model, workload, grouping, tokens_D, heads_D))
     activations = layer.kept_by_all
     if workload.activation_checkpointing:
-        activations = (1 if workload.offload_activations else model.num_layers) * layer.given
+        activations = (1 if workload.offload_activations else model.num_layers) * layer.given + stays.activations
     live, arriving = _gathered(model, workload)
     bucket = float(workload.buffers.reduce_bucket * element if stage else 0)
     if workload.adapter_rank:  # DeepSpeed makes no larger bucket than there are gradients
         bucket = min(bucket, float(element * trained_parameters(model, workload)))
     gone = 0.0 if workload.micro_batches > 1 else _gone_at_first_gradient(workload, num_ranks) * activations
-    resting = MemoryParts(weights=states["weights"], optimizer_state=states["optimizer_state"])
+    resting = MemoryParts(**{name: states[name] + getattr(stays, name) for name in ("weights", "optimizer_state")})
     working = replace(
         resting,
         gradients=np.maximum(states["gradients"] - gone, 0.0),
@@ -262,16 +263,30 @@ loaders', and copies of what is under way."""
 
 
 def host_bytes_of_nodes(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D: Floats) -> Floats:
-    """Bytes on the host of every node: offloaded checkpoints of all layers, optimizer state, parameters."""
-    bytes_D = np.zeros(cluster.num_ranks)
-    if work.activation_checkpointing and work.offload_activations:
-        bytes_D += work.micro_batch * tokens_D * model.num_layers * model.hidden_size * work.element_bytes
-    weights_D = np.ones(cluster.num_ranks) if work.zero_weights is None else np.array(work.zero_weights)
-    share_D = weights_D / weights_D.sum() / work.data_parallel
-    if work.offload_optimizer:
-        bytes_D += share_D * trained_parameters(model, work) * (work.optimizer_bytes + work.gradient_bytes)
-    if work.offload_parameters:
-        bytes_D += (share_D if work.zero_stage == 3 else 1.0) * weight_bytes(model, work)
+    """Bytes on the host of every node, of devices whose memory is another one, ``[nodes]``."""
+    bytes_D = np.where(cluster.shares_host_memory, 0.0, _offloaded(model, work, tokens_D).total)
     return np.asarray(
         np.bincount(cluster.node_of_rank, weights=bytes_D, minlength=len(cluster.nodes)), dtype=np.float64
+    )
+
+
+def stays_on_device(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D: Floats) -> MemoryParts:
+    """Offloaded bytes of devices whose memory is their host's; leading dimensions of ``tokens_D`` are kept."""
+    if not cluster.shares_host_memory.any():
+        return MemoryParts()
+    parts = _offloaded(model, work, tokens_D).items()
+    return MemoryParts(**{name: np.where(cluster.shares_host_memory, size, 0.0) for name, size in parts})
+
+
+def _offloaded(model: ModelSpec, work: Workload, tokens_D: Floats) -> MemoryParts:
+    """Bytes that offloads move: checkpoints of all layers; optimizer state with gradients; parameters."""
+    share_D = _share_D(work, tokens_D.shape[-1])
+    checkpoint = model.num_layers * model.hidden_size * work.element_bytes * work.micro_batch
+    is_kept = work.activation_checkpointing and work.offload_activations
+    per_parameter = (work.optimizer_bytes + work.gradient_bytes) if work.offload_optimizer else 0
+    held = weight_bytes(model, work) if work.offload_parameters else 0.0
+    return MemoryParts(
+        activations=tokens_D * checkpoint if is_kept else 0.0,
+        optimizer_state=share_D * trained_parameters(model, work) * per_parameter,
+        weights=held * (share_D if work.zero_stage == 3 else np.ones_like(share_D)),
     )

@@ -143,7 +143,9 @@ def advise(fitted: Fitted, source: str | Schedule) -> tuple[Advice, ...]:
         fitted: the training as it is.
         source: its schedule, or the name of the strategy that made it.
     """
-    changes = [change for change in CHANGES if change.applies(fitted.cost.workload, source)]
+    cost = fitted.cost
+    offloads = not cost.cluster.shares_host_memory.all()
+    changes = [each for each in CHANGES if each.applies(cost.workload, source) and (offloads or not each.offloads)]
     alone = [Advice.of(fitted, source, (change,)) for change in changes]
     alone.sort(key=_cost)
     same_result = [advice for advice in alone if not advice.changes[0].trains_less]

@@ -53,6 +53,7 @@ class Change:
     applies: Callable[[Workload, str | Schedule], bool]
     workload: Callable[[Workload], Workload]  # the workload after it; the same where it changes something else
     trains_less: bool = False  # other weights learn, which is a change of the result
+    offloads: bool = False  # to the machine's memory, which frees nothing where a card has no other
 
 
 def _stage(stage: int) -> Change:
@@ -110,6 +111,7 @@ CHANGES = (
         '"zero_optimization": {"offload_optimizer": {"device": "cpu"}} in ds_config.json',
         lambda work, _: work.zero_stage > 0 and not work.offload_optimizer,
         lambda work: replace(work, offload_optimizer=work.zero_stage > 0),
+        offloads=True,
     ),
     Change(
         "one sequence per micro-batch",
@@ -123,6 +125,7 @@ CHANGES = (
         '{"offload": True} of the HF Trainer',
         lambda work, _: not work.offload_activations,
         lambda work: replace(work, activation_checkpointing=True, offload_activations=True),
+        offloads=True,
     ),
     Change(
         "LoRA",

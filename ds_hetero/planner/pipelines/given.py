@@ -92,7 +92,7 @@ def judge_given(
     if plan.activation_checkpointing is not None:
         workload = replace(workload, activation_checkpointing=plan.activation_checkpointing)
     costs = with_owners_of(make_stage_costs(cost_model, cluster, model, workload, ScheduleFinder()), plan)
-    return costs, judge_plan(costs, plan, Objective.of("time", [kind.device for kind in costs.pools.kinds], 1))
+    return costs, judge_plan(costs, plan, costs.time_objective())
 
 
 def judge_plan(costs: StageCosts, plan: Plan, objective: Objective) -> Finished:

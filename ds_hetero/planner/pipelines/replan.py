@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import DeviceBlock, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipeline_search.blocks import cut_pool
@@ -99,7 +98,7 @@ def replan(
     check_given_plan(plan, cluster, models[0].model)
     old, samples = _old_shapes(plan, models[0].pools, survivors)
     shapes = tuple(pipeline.shape for pipeline in old)
-    goal = Objective.of("time", [kind.device for kind in models[0].pools.kinds], samples * models[0].seq_len)
+    goal = models[0].time_objective()
     first: tuple[float, float] | None = None
     finalists: list[tuple[StageCosts, Finished]] = []
     if effort_s is None:

@@ -180,7 +180,7 @@ def test_cpus_among_gpus_are_refused() -> None:
 def test_lines_of_ranks_are_put_together() -> None:
     good, bad = Line("a", "pass"), Line("a", "fail", "off")
     assert merge([[good], [good]]) == [Line("a", "pass", "")]
-    assert merge([[good], [bad], [good]]) == [Line("a", "pass", "", (0, 2)), Line("a", "fail", "off", (1,))]
+    assert merge([[good], [bad], [good]]) == [Line("a", "pass", ranks=(0, 2)), Line("a", "fail", "off", ranks=(1,))]
 
 
 def test_a_report_has_no_private_data() -> None:

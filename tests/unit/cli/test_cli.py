@@ -145,6 +145,21 @@ def test_the_ending_of_out_decides_what_plan_writes(tmp_path, capsys):
     assert json.loads(file.read_text())["num_heads"] == 16
 
 
+def test_a_report_counts_other_weights_that_are_trained(tmp_path, capsys):
+    file, lora = tmp_path / "plan.json", tmp_path / "lora.json"
+    assert _ended("plan", *SMALL, "--seq-len", "4K", "--out", file) == 0
+    assert _ended("report", file, "--out", tmp_path / "page.html", "--train", "lora:8") == 0
+    scenario = json.loads(file.read_text())
+    scenario["scenario"]["workload"]["adapter_rank"] = 8
+    lora.write_text(json.dumps(scenario))
+    assert _ended("report", lora, "--out", tmp_path / "lora.html") == 0
+    assert (tmp_path / "page.html").read_text() == (tmp_path / "lora.html").read_text()
+    assert "LoRA of rank 8" in (tmp_path / "page.html").read_text()
+    capsys.readouterr()
+    assert _ended("report", file, "--out", tmp_path / "page.html", "--train", "dora") == 2
+    assert "--train must be full" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [

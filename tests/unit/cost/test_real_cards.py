@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -16,10 +17,12 @@ from ds_hetero.cluster.catalogue import CATALOGUE, UNMEASURED_ERROR, confidence,
 from ds_hetero.cluster.file_values import cluster_to_dict
 from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
+from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import ClusterError, PlanError
 from ds_hetero.models import load_model
 from ds_hetero.models.configs import Training, adapter_parameters, adapter_widths, read_training
-from ds_hetero.planner.memory import longest_sequence
+from ds_hetero.planner import plan
+from ds_hetero.planner.memory import advise, best_schedule, longest_sequence
 from ds_hetero.values.baselines import ulysses
 
 LLAMA = load_model("llama-3.1-8b")
@@ -143,6 +146,52 @@ def test_offloads_end_where_the_memory_of_the_machine_does():
     assert "of whose 150.0 GiB 68% are free" in few.reason
     assert longest_sequence(on_host(**gib(160))) > 4096 and longest_sequence(on_host(**gib(150))) == 0
     assert cluster_from_dict(cluster_to_dict(on_host(**gib(150)).cluster)).nodes[0].host_memory_bytes == 150 * 2**30
+
+
+def test_offloads_free_nothing_of_a_card_whose_memory_is_the_machines():
+    """12 bytes of state and 2 of gradients a parameter stay on a GB10, and leave the 4090 beside it."""
+    nodes = [{"name": "spark", "device": "GB10", "count": 1}, {"name": "home", "device": "RTX-4090", "count": 1}]
+    cluster = cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": 25}})
+    schedule = ulysses(2, LLAMA.num_heads, LLAMA.num_kv_heads)
+
+    def at(seq_len=8192, **work):
+        return make_cost_model("calibrated", cluster, LLAMA, Workload(seq_len=seq_len, **work)).predict(schedule)
+
+    plain, optimizer = at(), at(offload_optimizer=True)
+    half = LLAMA.num_parameters / 2
+    assert optimizer.memory_bytes[0] - plain.memory_bytes[0] == pytest.approx(2 * half, rel=1e-6)
+    assert plain.memory_bytes[1] - optimizer.memory_bytes[1] > 11 * half
+    assert optimizer.host_bytes == (0, pytest.approx(14 * half, rel=1e-6))
+    held, moved = at(2**17), at(2**17, offload_activations=True)
+    assert moved.memory_bytes[0] >= held.memory_bytes[0] and moved.memory_bytes[1] < held.memory_bytes[1]
+    assert cluster_from_dict(cluster_to_dict(cluster)).devices[0].shares_host_memory
+
+
+@pytest.mark.parametrize("cost_model", ["calibrated", "published"])
+def test_full_training_of_32b_fits_on_two_sparks_with_no_offload(cost_model):
+    node = {"name": "spark", "device": "GB10", "count": 1, "repeat": 2, "host_memory_gib": 1000}
+    cluster = cluster_from_dict({"nodes": [node], "network": {"bandwidth_gb_per_s": 25}})
+    model, offloaded = load_model("qwen3-32b"), Workload(seq_len=8192, tiled_mlp=True, offload_optimizer=True)
+    with pytest.raises(PlanError, match="offloads free none of it, the memory of GB10 is the machine's") as refusal:
+        plan(cluster, model, offloaded, cost_model=cost_model)
+    assert "optimizer offload" not in str(refusal.value)
+    cost = make_cost_model(cost_model, cluster, model, replace(offloaded, offload_optimizer=False))
+    advice = advise(best_schedule(cost), "plan")
+    assert advice and not any("offload" in each.name for each in advice)
+
+
+def test_stages_of_pipelines_keep_offloaded_checkpoints_where_the_memory_is_the_machines():
+    costs = [
+        CalibratedStageCosts(
+            cluster_from_dict({"nodes": [{"name": "n", "device": card, "count": 1}]}),
+            LLAMA,
+            Workload(seq_len=8192, offload_activations=offloaded),
+        )
+        for card in ("GB10", "RTX-4090")
+        for offloaded in (False, True)
+    ]
+    kept = [each.stage(0, 1, "one", 1, 1).memory.peak_bytes(8, True, False, 4) for each in costs]
+    assert kept[0] == kept[1] and kept[3] < kept[2]
 
 
 def gib(memory):

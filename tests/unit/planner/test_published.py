@@ -9,7 +9,6 @@ from click.testing import CliRunner
 from ds_hetero.cli.app import app
 from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.cost import Workload, make_cost_model
-from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.decision.decide import expect_planners, needs_measuring, resolve
 from ds_hetero.errors import ConfigError, PlanError
@@ -42,10 +41,6 @@ WORK = Workload(seq_len=16384)
 
 def _costs():
     return CalibratedStageCosts(SMALL, MODEL, Workload(seq_len=4096))
-
-
-def _goal(costs):
-    return Objective.of("time", [kind.device for kind in costs.pools.kinds], 8 * 4096, None)
 
 
 @pytest.mark.parametrize("name", [planner.name for planner in registry.planners_of("schedule")])
@@ -95,7 +90,7 @@ def test_pipelines_have_a_number_of_groups_each(monkeypatch):
     monkeypatch.setattr(hexiscale, "_choices", choices)
     cluster = load_cluster("hexiscale-case-study")
     costs = CalibratedStageCosts(cluster, load_model("llama-2-7b"), Workload(seq_len=4096))
-    hexiscale.plan_hexiscale(costs, _goal(costs), 8, (1,))
+    hexiscale.plan_hexiscale(costs, costs.time_objective(), 8, (1,))
     assert any(len(set(stages)) > 1 for stages in seen)
 
 
@@ -175,7 +170,8 @@ def test_a_foreign_parallelizer_plans_the_islands():
     costs = _costs()
     slower = Foreign(costs, lambda plan: {"period_s": plan.period_s, "latency_s": 2 * plan.latency_s})
     ours, theirs = (
-        plan_tangram(costs, _goal(costs), 8, (1,), variant=TangramVariant(parallelizer=each)) for each in (None, slower)
+        plan_tangram(costs, costs.time_objective(), 8, (1,), variant=TangramVariant(parallelizer=each))
+        for each in (None, slower)
     )
     assert ours.calls > 0 and theirs.calls > 0
     assert theirs.candidate.step_s >= ours.candidate.step_s * (1 - 1e-9)
@@ -196,7 +192,8 @@ def test_a_foreign_parallelizer_plans_the_islands():
 def test_an_invalid_partial_plan_is_refused_by_name(change, rule):
     costs = _costs()
     with pytest.raises(PlanError, match=r"parallelizer Foreign answered a slice of \d+ layers") as error:
-        plan_tangram(costs, _goal(costs), 8, (1,), variant=TangramVariant(parallelizer=Foreign(costs, change)))
+        variant = TangramVariant(parallelizer=Foreign(costs, change))
+        plan_tangram(costs, costs.time_objective(), 8, (1,), variant=variant)
     assert rule in str(error.value)
 
 

@@ -11,8 +11,11 @@ import pytest
 from benchmarks.real_cards.compare import compare
 from benchmarks.real_cards.points import COLUMNS as COLUMNS_OF_THE_TABLE
 from benchmarks.real_cards.points import read_rows
+from ds_hetero.cluster.catalogue import FRAGMENTATION
+from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.measured_row import COLUMNS
 from ds_hetero.reporting.run_file import write_run
+from ds_hetero.selftest.summary import Line, Report
 from ds_hetero.values.baselines import ulysses
 from ds_hetero.values.plans import Plan
 from tests.reported import command, described, plan_file, run_of
@@ -59,3 +62,79 @@ def test_what_a_row_cannot_say_is_refused_by_name(capsys, tmp_path):
     write_run(replace(run, scenario=None), tmp_path / "run.json")
     code, _, err = command(capsys, "measured", tmp_path / "run.json")
     assert code == 2 and "does not say its cards" in err
+
+
+@pytest.mark.parametrize(
+    ("planned", "options", "name"),
+    [
+        ("adamw", (), "AdamW"),
+        ("adamw-8bit", (), "AdamW8bit"),
+        ("lion", ("--optimizer", "lion"), "Lion"),
+        ("sgd", ("--optimizer", "sgd"), "SGD"),
+        ("adafactor", ("--optimizer", "adafactor"), "Adafactor"),
+    ],
+)
+def test_the_optimizer_is_named_and_the_judge_counts_its_bytes(capsys, tmp_path, planned, options, name):
+    run = uniform_run(capsys, tmp_path, "--optimizer", planned)
+    code, printed, err = command(capsys, "measured", tmp_path / "run.json", "--header", *options)
+    assert code == 0, err
+    (row,) = read_rows(io.StringIO(printed))
+    assert row["optimizer"] == name
+    done, _ = compare([row])
+    counted = next(each.predicted for each in done if each.kind == "memory")
+    own = plan_memory_gib(run)
+    assert counted == pytest.approx(own, rel=1e-6)
+
+
+def plan_memory_gib(run):
+    """Peak of a rank as the run's own scenario has it, with what lies between tensors, in the unit of a row."""
+    described_run = DescribedPlan(plan=run.plan, scenario=run.scenario)
+    peak = max(described_run.cost_of(0).predict(described_run.schedule_of(0)).memory_bytes)
+    return (1 + FRAGMENTATION) * peak / 2**30
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"optimizer_bytes": 8}, "as lion, muon, sgd have"),
+        ({"optimizer_bytes": 4}, "as adamw-bf16, adafactor have"),
+        ({"optimizer_bytes": 12 * 0.01}, "0.12 bytes of optimizer state a parameter, so that it trained a part"),
+    ],
+)
+def test_an_optimizer_that_bytes_do_not_tell_is_asked_for(capsys, tmp_path, changes, reason):
+    run = uniform_run(capsys, tmp_path)
+    scenario = replace(run.scenario, workload=replace(run.scenario.workload, **changes))
+    write_run(replace(run, scenario=scenario), tmp_path / "run.json")
+    code, _, err = command(capsys, "measured", tmp_path / "run.json")
+    assert code == 2 and reason in " ".join(err.split())
+
+
+def selftest_report(*rates, device="NVIDIA A100-SXM4-80GB"):
+    rank = {"device": device, "memory_gib": 79.3, "native_types": ["float32", "float16", "bfloat16"], "torch": "2.13.0"}
+    lines = [Line("products", "info", "as measured", rate, (number,)) for number, rate in enumerate(rates)]
+    return Report(ranks=[rank] * len(rates), nodes=(tuple(range(len(rates))),), lines=lines).to_dict()
+
+
+def test_a_self_test_makes_a_row_of_products_that_the_judge_reads(capsys, tmp_path):
+    (tmp_path / "selftest.json").write_text(json.dumps(selftest_report(250e12, 262.5e12, 240e12)))
+    code, printed, err = command(capsys, "measured", tmp_path / "selftest.json", "--header")
+    assert code == 0, err
+    (row,) = read_rows(io.StringIO(printed))
+    assert (row["kind"], row["gpu"], row["value"], row["unit"]) == ("matmul", "A100-SXM-80GB", "250.0", "TFLOPS")
+    (done,), refused = compare([row])
+    assert not refused and abs(done.error) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("report", "options", "reason"),
+    [
+        (selftest_report(), (), "measured no products"),
+        (selftest_report(1e12, device="CPU (x86_64)"), (), "is of a card of the catalogue, the self-test ran on"),
+        (selftest_report(1e12) | {"ranks": [{}]}, (), "is damaged"),
+        (selftest_report(1e12), ("--attention", "torch"), "a self-test has neither"),
+    ],
+)
+def test_a_self_test_that_is_no_row_is_refused_by_name(capsys, tmp_path, report, options, reason):
+    (tmp_path / "selftest.json").write_text(json.dumps(report))
+    code, _, err = command(capsys, "measured", tmp_path / "selftest.json", *options)
+    assert code == 2 and reason in " ".join(err.split())

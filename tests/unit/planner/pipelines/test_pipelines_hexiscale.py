@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from ds_hetero.cluster.files import load_cluster
-from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.hexiscale import HexiScaleStageCosts
 from ds_hetero.cost.workload import Workload
@@ -18,10 +17,6 @@ from ds_hetero.planner.published.hexiscale.partition import BALANCE, bandwidth_b
 
 CASE = load_cluster("hexiscale-case-study")
 MODEL = load_model("llama-2-13b")
-
-
-def goal_of(costs):
-    return Objective.of("time", [kind.device for kind in costs.pools.kinds], 1)
 
 
 def machines(sizes, inside=10.0, between=1.0):
@@ -86,8 +81,8 @@ def test_plans_are_sound_and_the_same_every_time(published):
         if published
         else CalibratedStageCosts(CASE, MODEL, Workload(seq_len=4096))
     )
-    plan = plan_hexiscale(costs, goal_of(costs), 24, rounds=10)
-    assert plan == plan_hexiscale(costs, goal_of(costs), 24, rounds=10)
+    plan = plan_hexiscale(costs, costs.time_objective(), 24, rounds=10)
+    assert plan == plan_hexiscale(costs, costs.time_objective(), 24, rounds=10)
     assert sum(shape.micro_batch_size * n for shape, n in zip(plan.shapes, plan.micro_batches, strict=True)) == 24
     assert all(sum(cut.layers) == MODEL.num_layers for cut in plan.cuts)
     for pool in costs.pools.pools:
@@ -97,17 +92,17 @@ def test_plans_are_sound_and_the_same_every_time(published):
 
 def test_the_case_study_is_planned_about_as_well_as_printed():
     costs = HexiScaleStageCosts(CASE, MODEL, 4096)
-    assert plan_hexiscale(costs, goal_of(costs), 24).step_s < 25.55  # as printed, with gradients
+    assert plan_hexiscale(costs, costs.time_objective(), 24).step_s < 25.55  # as printed, with gradients
 
 
 def test_what_fits_nowhere_has_no_plan():
     small = replace(CASE, nodes=CASE.nodes[2:])
     costs = CalibratedStageCosts(small, MODEL, Workload(seq_len=4096))
-    assert plan_hexiscale(costs, goal_of(costs), 8, rounds=4) is None
+    assert plan_hexiscale(costs, costs.time_objective(), 8, rounds=4) is None
 
 
 def test_more_rounds_are_never_worse():
     costs = CalibratedStageCosts(load_cluster("hexiscale-setting-2"), MODEL, Workload(seq_len=4096))
     rounds = random.Random(0).sample(range(2, 14), 3)
-    values = [plan_hexiscale(costs, goal_of(costs), 64, (1,), count).value for count in sorted(rounds)]
+    values = [plan_hexiscale(costs, costs.time_objective(), 64, (1,), count).value for count in sorted(rounds)]
     assert values == sorted(values, reverse=True)

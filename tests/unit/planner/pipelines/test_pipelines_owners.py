@@ -8,7 +8,6 @@ import pytest
 
 from ds_hetero.cli.installed.doctor_section import examine_section
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
-from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.gradients import GradientTimes
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline
@@ -75,7 +74,7 @@ def two_kinds():
 def test_a_plan_that_fits_only_with_weighted_owners_is_judged_and_comes_back_from_its_file():
     cluster, model = two_kinds(), replace(load_model("llama-3.2-3b"), num_layers=16)
     even = CalibratedStageCosts(cluster, model, WORK)
-    goal = Objective.of("time", [kind.device for kind in even.pools.kinds], 8 * WORK.seq_len)
+    goal = even.time_objective()
     pipelines = [PlacedPipeline((DeviceBlock(kind, kind, 1, "one"),), (model.num_layers,), 1, 4) for kind in (0, 1)]
     assert judge_layers(even, goal, pipelines) is None
     fitted = even.with_owners("fitted")

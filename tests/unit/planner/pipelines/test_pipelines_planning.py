@@ -111,7 +111,7 @@ def test_plans_of_few_devices_are_never_slower_than_other_searches_and_near_the_
         if cluster.num_ranks > 6:
             continue
         costs = CalibratedStageCosts(cluster, MODEL, WORK)
-        goal = Objective.of("time", [kind.device for kind in costs.pools.kinds], 1)
+        goal = costs.time_objective()
         optimum = solve_pipelines_exact(Evaluator(costs, samples, goal))
         if optimum is None:
             continue
@@ -129,7 +129,7 @@ def test_the_exact_reference_leaves_out_only_what_is_slower(monkeypatch):
     while compared < 2:
         cluster = random_cluster(rng, most=2)
         costs = CalibratedStageCosts(cluster, MODEL, WORK)
-        evaluate = Evaluator(costs, 16, Objective.of("time", [kind.device for kind in costs.pools.kinds], 1))
+        evaluate = Evaluator(costs, 16, costs.time_objective())
         if cluster.num_ranks > 4:
             continue
         optimum = solve_pipelines_exact(evaluate)
@@ -162,7 +162,7 @@ def test_a_plan_file_is_predicted_as_it_was_planned():
     found = plan_pipelines(CASE, load_model("llama-2-13b"), WORK, 24, effort_s=0.2)
     again = read_plan(json.loads(json.dumps(found.plan.to_dict())))
     assert again == found.plan
-    goal = Objective.of("time", [kind.device for kind in found.costs.pools.kinds], 1)
+    goal = found.costs.time_objective()
     assert judge_plan(found.costs, again, goal).step_s == pytest.approx(found.step_s)
 
 
@@ -259,7 +259,7 @@ def test_a_plan_of_192_devices_is_not_slower_than_that_of_another_planner():
 
 def test_the_last_word_of_tangrams_compositions_may_be_bounded():
     costs = CalibratedStageCosts(CASE, load_model("llama-2-13b"), WORK)
-    goal = Objective.of("time", [kind.device for kind in costs.pools.kinds], 1)
+    goal = costs.time_objective()
     whole = plan_tangram(costs, goal, 24).candidate
     some = plan_tangram(costs, goal, 24, effort_s=0.0).candidate
     assert whole.value <= some.value < np.inf

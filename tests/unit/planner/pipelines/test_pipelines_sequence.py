@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from ds_hetero.cluster.files import cluster_from_dict
-from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.stage import DeviceBlock, PoolPart
 from ds_hetero.cost.workload import Workload
@@ -91,7 +90,7 @@ def test_devices_that_alternate_with_others_do_not_share_sequences_alone():
 
 def test_such_a_plan_is_predicted_from_its_file_as_it_was_planned(found):
     given = read_plan(json.loads(json.dumps(found.plan.to_dict())))
-    objective = Objective.of("time", [kind.device for kind in found.costs.pools.kinds], 4 * WORK.seq_len)
+    objective = found.costs.time_objective()
     costs = CalibratedStageCosts(TWO_NODES, MODEL, found.costs.workload)  # without a search of its own
     assert judge_plan(costs, given, objective).step_s == pytest.approx(found.step_s, rel=1e-12)
 
@@ -103,7 +102,7 @@ def test_a_worse_schedule_in_the_file_is_predicted_as_worse(found):
         groups = tuple(replace(group, tokens=(1,) * len(group.ranks)) for group in stage.schedule.groups)
         stages.append(replace(stage, schedule=replace(stage.schedule, groups=groups)))
     even = replace(found.plan, pipelines=(replace(pipeline, stages=tuple(stages)),))
-    objective = Objective.of("time", [kind.device for kind in found.costs.pools.kinds], 4 * WORK.seq_len)
+    objective = found.costs.time_objective()
     costs = CalibratedStageCosts(TWO_NODES, MODEL, found.costs.workload)
     assert judge_plan(costs, even, objective).step_s > 1.1 * found.step_s
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
-from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.stage import Pools
 from ds_hetero.cost.workload import Workload
@@ -26,10 +25,6 @@ def cluster_of(*nodes, **options):
     named = [(f"n{i}", device, count) for i, (device, count) in enumerate(nodes)]
     entries = [{"name": name, "device": device, "count": count, "link": link} for name, device, count in named]
     return cluster_from_dict({"nodes": entries, "network": {"bandwidth_gb_per_s": 10, "latency_us": 10}, **options})
-
-
-def goal_of(costs):
-    return Objective.of("time", [kind.device for kind in costs.pools.kinds], 1)
 
 
 def islands_of(cluster, **options):
@@ -80,7 +75,7 @@ def test_the_rules_save_calls_and_keep_the_plan():
     costs = CalibratedStageCosts(cluster_of(("A800-SXM-80GB", 4), ("RTX-4090", 4)), model, WORK)
     without = Rules(equal_lengths=False, balanced=False, memory=False, interface=False)
     one, two = Rules(balanced=False, memory=False, interface=False), Rules(memory=False, interface=False)
-    plans = [plan_tangram(costs, goal_of(costs), 32, rules=rules) for rules in (without, one, two, None)]
+    plans = [plan_tangram(costs, costs.time_objective(), 32, rules=rules) for rules in (without, one, two, None)]
     calls = [plan.calls for plan in plans]
     assert calls == sorted(calls, reverse=True)
     assert calls[0] == 2 * 24 * 25 // 2
@@ -145,18 +140,18 @@ def test_composition_against_trying_everything():
 
 def test_plans_use_equal_lanes_over_all_islands():
     costs = CalibratedStageCosts(load_cluster("hexiscale-setting-2"), MODEL, WORK)
-    plan = plan_tangram(costs, goal_of(costs), 64)
+    plan = plan_tangram(costs, costs.time_objective(), 64)
     lanes = {(tuple(block.size for block in shape.blocks), shape.micro_batch_size) for shape in plan.candidate.shapes}
     assert len(lanes) == 1
     assert sum(plan.layers) == MODEL.num_layers
     assert len(set(plan.candidate.micro_batches)) == 1
-    assert plan_tangram(costs, goal_of(costs), 64) == plan
+    assert plan_tangram(costs, costs.time_objective(), 64) == plan
 
 
 @pytest.mark.parametrize("nodes", [[("A100-SXM-80GB", 8)], [("RTX-4090", 4), ("RTX-4090", 4)]])
 def test_equal_devices_are_planned_as_by_the_best_homogeneous_planner(nodes):
     costs = CalibratedStageCosts(cluster_of(*nodes), MODEL, WORK)
-    grid = best_grid(costs, goal_of(costs), 32, (1, 2))[0]
-    plan = plan_tangram(costs, goal_of(costs), 32)
+    grid = best_grid(costs, costs.time_objective(), 32, (1, 2))[0]
+    plan = plan_tangram(costs, costs.time_objective(), 32)
     assert len(plan.islands) == 1
     assert plan.candidate.step_s <= grid.step_s * 1.001
