@@ -20,7 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.elastic.network import Network, address_of
 from ds_hetero.elastic.node.wire import NodePlace
+from ds_hetero.elastic.segments import SUFFIX, read_header
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SCRIPT = Path(__file__).with_name("training.py")
@@ -43,6 +45,15 @@ def _children(pid: int) -> dict[int, str]:
     return found
 
 
+def _is_ours(pid: int) -> bool:
+    """Whether a process lives that was started here: numbers are given again."""
+    try:
+        line, status = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "stat"))
+    except OSError:
+        return False
+    return b"ds_hetero" in line and status.rpartition(b")")[2].split()[0] != b"Z"
+
+
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
@@ -53,14 +64,14 @@ class Node:
 
     Args:
         cluster: that it belongs to.
-        name: its own.
+        number: of its name and address.
         workers: its ranks.
     """
 
-    def __init__(self, cluster: Cluster, name: str, workers: int) -> None:
-        self._cluster, self.name, self.workers = cluster, name, workers
-        self.place = NodePlace.of(cluster.job, name, cluster.environment)
-        self.port = _free_port()
+    def __init__(self, cluster: Cluster, number: int, workers: int) -> None:
+        self._cluster, self.number, self.name, self.workers = cluster, number, f"n{number}", workers
+        self.place = NodePlace.of(cluster.job, self.name, cluster.environment)
+        self.address = f"127.0.0.1:{_free_port()}" if cluster.network is None else f"{address_of(number)}:29400"
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -69,14 +80,16 @@ class Node:
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
-        """Start its launcher, which joins whatever node is up."""
+        """Start its launcher; the first node's is the same always, and others join whatever node is up."""
         cluster = self._cluster
         others = [node for node in cluster.nodes if node.is_up and node is not self]
-        command = [sys.executable, "-m", "ds_hetero.run", "--elastic", "--job", cluster.job, "--node", self.name]
-        command += ["--listen", f"127.0.0.1:{self.port}", "--workers", str(self.workers), "--silence-s", "8"]
-        command += ["--warm", str(cluster.warm_socket), "--min-ranks", "1"]
+        command = [] if cluster.network is None else cluster.network.prefix(self.number)
+        command += [sys.executable, "-m", "ds_hetero.run", "--elastic", "--job", cluster.job, "--node", self.name]
+        command += ["--listen", self.address, "--workers", str(self.workers), "--silence-s", "8"]
+        command += [] if cluster.warm_socket is None else ["--warm", str(cluster.warm_socket)]
+        command += [] if cluster.keeps_majority else ["--min-ranks", "1"]
         command += ["--ranks", str(sum(node.workers for node in cluster.nodes))]
-        command += ["--join", f"127.0.0.1:{others[0].port}"] if others else []
+        command += ["--join", others[0].address] if others and self.number else []
         with (cluster.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, str(_SCRIPT), "--log", str(cluster.log), *cluster.arguments],
@@ -88,12 +101,24 @@ class Node:
             )
 
     def worker_pids(self) -> list[int]:
-        """Process ids of its workers, from their signs of life."""
+        """Process ids of its workers that live, from the first line of each, or its signs of life."""
+        latest = {}
+        for event in self._cluster.events():
+            if event["event"] == "spawn" and event["agent"].rpartition("-")[0] == self.name:
+                latest[event["agent"]] = event["pid"]
         beats = [self.place.read(path.name) for path in sorted(self.place.folder.glob("beat-*.json"))]
-        return [int(beat["pid"]) for beat in beats if beat is not None]
+        pids = {*latest.values(), *(int(beat["pid"]) for beat in beats if beat is not None)}
+        return sorted(pid for pid in pids if _is_ours(pid))
+
+    def dirty_segments(self) -> list[Path]:
+        """Saves of its workers that are being written, here or as copies on other nodes."""
+        places = [node.place.folder for node in self._cluster.nodes]
+        paths = [*self.place.folder.glob(f"own-*{SUFFIX}")]
+        paths += [path for place in places for path in place.glob(f"from-{self.name}-*{SUFFIX}")]
+        return [path for path in paths if path.exists() and read_header(path) is None]
 
     def children(self, module: str) -> list[int]:
-        """Process ids of its agents (``agent``) or its keeper (``keeper``)."""
+        """Process ids of its agents (``agent``), its keeper (``keeper``) or its server (``warm``)."""
         assert self.process is not None
         return [pid for pid, line in _children(self.process.pid).items() if f"elastic.node.{module}" in line]
 
@@ -102,7 +127,8 @@ class Node:
         assert self.process is not None
         agents = self.children("agent")
         clients = [pid for agent in agents for pid in _children(agent)]
-        return [self.process.pid, *agents, *self.children("keeper"), *clients, *self.worker_pids()]
+        rest = [*self.children("keeper"), *self.children("warm")]
+        return [self.process.pid, *agents, *rest, *clients, *self.worker_pids()]
 
     def die(self) -> None:
         """Lose everything, memory too."""
@@ -110,6 +136,16 @@ class Node:
         for pid in self.all_pids():
             _signal(pid, signal.SIGKILL)
         self.process.wait()
+        shutil.rmtree(self.place.folder, ignore_errors=True)
+
+    def leave(self) -> None:
+        """Be given notice, and end."""
+        assert self.process is not None
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.die()  # and the job hangs or loses steps
         shutil.rmtree(self.place.folder, ignore_errors=True)
 
     def signal_all(self, number: int) -> None:
@@ -125,18 +161,33 @@ class Cluster:
         folder: of logs.
         workers: by node.
         arguments: of the script.
-        warm_socket: of a warm server that runs.
+        warm_socket: of a warm server that runs; None for one of each node's own.
+        network: that the nodes are connected by, each with a warm server of its own; None for loopback.
+        keeps_majority: whether fewer than half of the ranks wait for the others.
     """
 
-    def __init__(self, folder: Path, workers: list[int], arguments: list[str], warm_socket: Path) -> None:
-        self.folder, self.arguments, self.warm_socket = folder, arguments, warm_socket
+    def __init__(
+        self,
+        folder: Path,
+        workers: list[int],
+        arguments: list[str],
+        warm_socket: Path | None,
+        network: Network | None = None,
+        *,
+        keeps_majority: bool = False,
+    ) -> None:
+        self.folder, self.arguments, self.script = folder, arguments, _SCRIPT
+        self.warm_socket = warm_socket if network is None else None  # its workers are in its namespace
+        self.network, self.keeps_majority = network, keeps_majority
         self.job = f"bench-{os.getpid()}-{secrets.token_hex(3)}"
         self.environment = environment_of_ranks()
+        if network is not None:
+            self.environment["GLOO_SOCKET_IFNAME"] = "eth0"
         self.log = folder / "events.jsonl"
         self.log.touch()
         self.nodes: list[Node] = []
         for number, count in enumerate(workers):
-            self.nodes.append(Node(self, f"n{number}", count))
+            self.nodes.append(Node(self, number, count))
         self._events: list[Event] = []
         self._position = 0
 

@@ -43,6 +43,14 @@ class _NodeHoldings:
     segments: tuple[tuple[str, Header], ...]  # name and header of each
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a save, all on this node."""
+
+    paths: tuple[tuple[Path, Header], ...]  # by rank
+    fetched_bytes: int
+
+
 def find_newest(worker: Worker, group: dist.ProcessGroup, model: str) -> Kept | None:
     """Find and read the newest save whose parts are all there and undamaged; None where there is none.
 
@@ -70,11 +78,11 @@ def find_newest(worker: Worker, group: dist.ProcessGroup, model: str) -> Kept | 
         Holding(header.save, header.rank, (node, name)) for node, one in nodes.items() for name, header in one.segments
     ]
     for save, places in whole_saves(holdings):
-        parts = on_all_ranks(lambda p=places: _get_parts(worker, nodes, p), group)  # type: ignore[misc]
-        if all(part is not None for part in parts):
-            paths, fetched = _get_parts(worker, nodes, places) or ([], 0)
-            contents = tuple(read_content(path, header) for path, header in paths)
-            return Kept(save, contents, fetched, time.perf_counter() - begin_s)
+        found = on_all_ranks(lambda p=places: _get_parts(worker, nodes, p), group)  # type: ignore[misc]
+        own = found[dist.get_rank(group)]
+        if own is not None and None not in found:
+            contents = tuple(read_content(path, header) for path, header in own.paths)
+            return Kept(save, contents, own.fetched_bytes, time.perf_counter() - begin_s)
     return None
 
 
@@ -88,7 +96,7 @@ def _own_holdings(worker: Worker) -> _NodeHoldings:
 
 def _get_parts(
     worker: Worker, nodes: dict[str, _NodeHoldings], places: dict[int, list[tuple[str, str]]]
-) -> tuple[list[tuple[Path, Header]], int] | None:
+) -> _Parts | None:
     """Bring every part to this node; None where one of them is damaged everywhere."""
     found, fetched = [], 0
     for rank, of_rank in places.items():
@@ -103,7 +111,7 @@ def _get_parts(
         if header is None:
             return None
         found.append((path, header))
-    return found, fetched
+    return _Parts(tuple(found), fetched)
 
 
 def _is_sound(path: Path) -> bool:

@@ -31,9 +31,10 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from ds_hetero.elastic.node.elsewhere import Elsewhere
 from ds_hetero.elastic.node.meeting import AgentMeeting, MeetingRules
 from ds_hetero.elastic.node.wire import Message, NodePlace, Wire, WireError, connect, token_of, welcome
 from ds_hetero.elastic.segments import (
@@ -50,7 +51,6 @@ from ds_hetero.elastic.segments import (
 REQUEST_TIMEOUT_S = 20.0
 SILENCE_S = 6.0  # after which an agent that has said nothing counts as gone; it speaks every second
 _MAX_EVENTS = 1000
-_LOOK_S = 1.0
 _SEGMENT = re.compile(r"[A-Za-z0-9_.-]{1,200}\.seg")
 
 
@@ -63,23 +63,20 @@ class Keeper:
 
     def __init__(self, place: NodePlace, token: bytes, rules: MeetingRules, memory_bytes: int | None = None) -> None:
         self.place, self.token, self.memory_bytes = place, token, memory_bytes
-        self.meeting = AgentMeeting(rules)
+        self.meeting = AgentMeeting(replace(rules, looks=True))
         self.events: deque[Message] = deque(maxlen=_MAX_EVENTS)
         self.has_ended = threading.Event()
         self._lock = threading.RLock()  # of the meeting
+        self._elsewhere = Elsewhere(place, self.meeting, self._lock, lambda at, message, s: ask(at, token, message, s))
         self._files: dict[str, tuple[threading.Lock, SegmentFile]] = {}
 
     def serve(self, listener: socket.socket) -> None:
         """Accept connections until `has_ended`."""
         listener.settimeout(0.2)
-        looked_s = 0.0
+        threading.Thread(target=self._elsewhere.run, args=(self.has_ended,), daemon=True).start()
         while not self.has_ended.is_set():
-            now_s = time.monotonic()
-            if now_s - looked_s > _LOOK_S:
-                looked_s = now_s
-                self._send_elsewhere()
             with self._lock:
-                self.meeting.tick(now_s)
+                self.meeting.tick(time.monotonic())
             try:
                 connected, _ = listener.accept()
             except (TimeoutError, OSError):
@@ -104,21 +101,6 @@ class Keeper:
                 wire.send({"error": str(error)})
         finally:
             wire.close()
-
-    def _send_elsewhere(self) -> None:
-        """Send newcomers to the keeper where the agents of this node meet, if this one has no round of its own."""
-        if self.meeting.number or not self.meeting.is_waited_for:
-            return
-        own = self.place.address()
-        for path in self.place.folder.glob("meeting-*.json"):
-            at = self.place.read(path.name)
-            if at is None or (at["host"], at["port"]) == own:
-                continue
-            with contextlib.suppress(OSError, KeyError):
-                if ask((at["host"], at["port"]), self.token, {"do": "status"})["round"]:
-                    with self._lock:
-                        self.meeting.redirect([at["host"], at["port"]])
-                    return
 
     def do_list(self, wire: Wire, _: Message) -> None:
         """Say which whole segments are here."""
@@ -226,14 +208,24 @@ class Keeper:
             known = {
                 "job": self.place.job,
                 "node": self.place.node,
+                "keeper": self.place.address(),
                 "round": meeting.number,
                 "members": meeting.members,
                 "is_broken": meeting.is_broken,
                 "newcomers": meeting.newcomers,
                 "closed": meeting.closed,
+                "num_here": meeting.standing[2],
+                "is_waited_for": meeting.is_waited_for,
             }
         segments = [{"name": path.name, **asdict(header)} for path, header in self._segments()]
         wire.send({**known, "free_bytes": self.free_bytes(), "segments": segments, "events": list(self.events)[-50:]})
+
+    def do_come(self, wire: Wire, request: Message) -> None:
+        """Send those who wait here for a first round to the keeper where the job runs."""
+        with self._lock:
+            if not self.meeting.number:
+                self.meeting.redirect(list(request["to"]))
+        wire.send({"taken": True})
 
     def do_end(self, wire: Wire, _: Message) -> None:
         """End the keeper; the segments stay unless they were freed."""
@@ -271,6 +263,8 @@ class Keeper:
                 self.meeting.attach(agent, request["info"], request["round"], tell, now_s)
             elif kind == "store":
                 self.meeting.pass_on({"store": request["store"], "number": request["number"]})
+            elif kind == "alive":
+                tell({"alive": True})
 
     do_attach = do_meet
 
@@ -290,13 +284,13 @@ def _expect(reply: Message, key: str) -> None:
         raise WireError(str(reply.get("error", reply)))
 
 
-def ask(address: tuple[str, int], token: bytes, message: Message) -> Message:
+def ask(address: tuple[str, int], token: bytes, message: Message, timeout_s: float = REQUEST_TIMEOUT_S) -> Message:
     """Ask a keeper one thing.
 
     Raises:
         OSError: it cannot be reached, has another token, or refuses.
     """
-    wire = connect(*address, token, REQUEST_TIMEOUT_S)
+    wire = connect(*address, token, timeout_s)
     try:
         wire.send(message)
         reply = wire.receive()

@@ -4,7 +4,8 @@ A *round* is one world: its members keep a connection each. It is broken when a 
 comes to meet again, because its workers have ended. All members are told, end their workers and come; the next round
 begins as soon as all that are left are there. Newcomers wait for that moment, which rank 0 brings about at a commit.
 
-What a meeting knows lies with the members as well: another server can take over with what they bring (`attach`).
+What a meeting knows lies with the members as well: another server can take over with what they bring (`attach`). Two
+servers that do not know of each other, such as on both sides of a cut link, find together by their `standing`.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ from dataclasses import dataclass, replace
 
 from ds_hetero.elastic.node.wire import Message
 
+_MAX_KEEPERS = 256  # remembered, those of the present round included
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeetingRules:
     """When a round may begin.
 
     Args:
-        majority: a server that takes over needs more than half of the round before as well, so that the two halves
-            of a network that is cut do not both go on.
+        majority: a round needs more than half of the round before as well, or half if this server began that one, so
+            that the two halves of a network that is cut do not both go on.
+        looks: whether the server says by `looked` that lost members are not elsewhere, before a round begins without.
     """
 
     least: int = 1  # agents that a round needs
     start: int | None = None  # agents that the first round waits for; None for as many as come within ``patience_s``
     majority: bool = True
+    looks: bool = False
     patience_s: float = 30.0  # that the first round waits for more than the least
     rejoin_s: float = 45.0  # that a broken round waits for members who are connected and do not come
     attach_s: float = 6.0  # that a server which has taken over waits for members who have not come to it yet
@@ -58,7 +63,9 @@ class AgentMeeting:
         self._here: dict[str, _Member] = {}
         self._awaited_s: dict[str, float] = {}  # members of a round that was taken over, until they attach
         self._broken_s = 0.0
-        self._half = 0  # of the members of a round that was taken over
+        self._has_begun = False  # the latest round, and not taken it over
+        self._has_looked = True
+        self._keepers: dict[str, list[object]] = {}  # addresses, by node of this round or an earlier one
         self._failures: dict[str, tuple[int, int]] = {}  # round and step of the latest failure of each text
 
     def join(
@@ -101,7 +108,8 @@ class AgentMeeting:
         if self.number < round_["number"]:
             self.number, self.members, self.is_broken = round_["number"], list(round_["members"]), False
             self._awaited_s = {name: now_s for name in self.members if name not in self._here}
-            self._half = len(self.members) // 2 if self.rules.majority else 0
+            self._keepers = {**self._keepers, **round_.get("keepers", {})}
+            self._has_begun, self._has_looked = False, not self.rules.looks
 
     def drop(self, agent: str, tell: Callable[[Message], None], now_s: float, *, is_done: bool = False) -> None:
         """The connection of an agent is gone, or it has said good-bye; one that has come back on another stays."""
@@ -109,6 +117,8 @@ class AgentMeeting:
         if member is None or member.tell is not tell:
             return
         del self._here[agent]
+        if agent in self.members:
+            self._has_looked = not self.rules.looks
         if is_done:
             self.closed = "the job has ended well"
             for other in list(self._here.values()):
@@ -125,6 +135,11 @@ class AgentMeeting:
             member = self._here.get(agent)
             if member is not None and member.joined_s is None:
                 member.tell({"broken": reason})
+
+    def leave_for(self, reason: str, now_s: float) -> None:
+        """Let all members end their workers, to go where `redirect` sends them."""
+        self._has_looked = False
+        self.break_round(reason, now_s)
 
     def demand(self, least: int, now_s: float) -> None:
         """Let rounds of fewer than ``least`` agents wait for more, the one that runs too."""
@@ -150,6 +165,26 @@ class AgentMeeting:
                 self._here.pop(name).tell({"redirect": address})
 
     @property
+    def standing(self) -> tuple[int, bool, int]:
+        """Round, whether it runs, and members who are here: of two servers of a job, who has less sends all on."""
+        return self.number, not self.is_broken, sum(name in self._here for name in self.members)
+
+    @property
+    def keepers_elsewhere(self) -> dict[str, list[object]]:
+        """Addresses of the keepers of nodes that were in this round or an earlier one and are not here, by node."""
+        here = {one.info.get("node") for one in self._here.values()}
+        return {node: address for node, address in self._keepers.items() if node not in here}
+
+    @property
+    def must_look(self) -> bool:
+        """Whether a round waits until it is known that nobody meets elsewhere."""
+        return not self._has_looked
+
+    def looked(self) -> None:
+        """Nobody who is missing meets elsewhere."""
+        self._has_looked = True
+
+    @property
     def newcomers(self) -> list[str]:
         """Agents that wait while a round runs."""
         return [] if self.is_broken else [name for name, one in self._here.items() if one.joined_s is not None]
@@ -169,32 +204,45 @@ class AgentMeeting:
                 self._here.pop(name).tell({"closed": f"it did not come to meet within {self.rules.rejoin_s:.0f} s"})
             running = []
         waiting = [name for name, one in self._here.items() if one.joined_s is not None]
-        if running or not waiting or self._awaited_s:
+        if running or not waiting or self._awaited_s or not self._has_looked:
             return
         first_s = min(one.joined_s for one in self._here.values() if one.joined_s is not None)
-        if self._may_begin(len(waiting), now_s - first_s):
-            self._begin(waiting, now_s)
+        if self._may_begin(waiting, now_s - first_s):
+            self._begin(waiting)
         elif now_s - first_s > self.rules.wait_s:
-            least = max(self.rules.least, self._half + 1)
+            left = sum(name in waiting for name in self.members)
             self.close(
-                f"{len(waiting)} of at least {least} agents were there for {self.rules.wait_s:.0f} s. "
-                "Their state stays in memory: start the same command again on enough nodes, or with a smaller "
-                "--min-ranks."
+                f"{len(waiting)} of at least {max(self.rules.least, self._quorum)} agents were there for "
+                f"{self.rules.wait_s:.0f} s ({left} of the {len(self.members)} of the round before). Their state stays "
+                "in memory: start the same command again on enough nodes, or with a smaller --min-ranks."
             )
 
-    def _may_begin(self, count: int, waited_s: float) -> bool:
-        if count < self.rules.least or count <= self._half:
+    @property
+    def _quorum(self) -> int:
+        """How many of the round before a round needs."""
+        if not self.rules.majority or not self.members:
+            return 0
+        return (len(self.members) + 1) // 2 if self._has_begun else len(self.members) // 2 + 1
+
+    def _may_begin(self, waiting: list[str], waited_s: float) -> bool:
+        if len(waiting) < self.rules.least or sum(name in waiting for name in self.members) < self._quorum:
             return False
-        if self.number or count >= (self.rules.start or 10**9):
+        if self.number or len(waiting) >= (self.rules.start or 10**9):
             return True
         return waited_s > self.rules.patience_s
 
-    def _begin(self, waiting: list[str], now_s: float) -> None:
+    def _begin(self, waiting: list[str]) -> None:
         self.number += 1
-        self._half = 0
+        self._has_begun = True
         self.members = sorted(waiting, key=lambda name: (str(self._here[name].info.get("node")), name))
         self.is_broken = False
-        listed = {"number": self.number, "members": self.members, "infos": [self._here[m].info for m in self.members]}
+        infos = [self._here[m].info for m in self.members]
+        for info in infos:
+            self._keepers.pop(str(info.get("node")), None)
+            if info.get("keeper"):
+                self._keepers[str(info.get("node"))] = info["keeper"]
+        self._keepers = dict(list(self._keepers.items())[-_MAX_KEEPERS:])
+        listed = {"number": self.number, "members": self.members, "infos": infos, "keepers": self._keepers}
         for rank, name in enumerate(self.members):
             self._here[name].joined_s = None
             self._here[name].tell({"round": {**listed, "rank": rank}})

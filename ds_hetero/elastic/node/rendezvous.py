@@ -1,8 +1,8 @@
 """Rendezvous of torchrun's agents at a keeper: ``--rdzv-backend ds_hetero``, an entry point of ``torchrun.handlers``.
 
 An agent keeps one connection to the keeper that serves the meeting. It is told when the round is broken, and its
-``num_nodes_waiting`` says so to torchrun, which ends the workers and meets again. If that keeper is gone, the agents go
-to the keeper of the next member of their round, while their workers go on.
+``num_nodes_waiting`` says so to torchrun, which ends the workers and meets again. If that keeper is gone, or silent as
+one behind a cut link, the agents go to the keeper of the next member of their round, while their workers go on.
 
 Every round has a store of its own, kept by the agent of rank 0, and an address of its own for the workers: nothing of a
 round before is read again (torchrun's default reads the addresses of the dead, pytorch issue 135712).
@@ -10,9 +10,11 @@ round before is read again (torchrun's default reads the addresses of the dead, 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from ds_hetero.elastic.node import wire as place_of
+from ds_hetero.elastic.node.keeper import SILENCE_S
 from ds_hetero.elastic.node.wire import Message, NodePlace, Wire, WireError, connect, token_of
 from ds_hetero.errors import ConfigError
 
@@ -77,6 +80,7 @@ class KeeperRendezvous(RendezvousHandler):
         self._endpoints = list(dict.fromkeys([*last, endpoint]))
         self._at = endpoint  # of the present connection
         self._wire: Wire | None = None
+        self._is_connected = False
         self._news = threading.Condition()
         self._round: Message = {"number": 0, "members": []}
         self._store_at: tuple[str, int] | None = None  # of the present round
@@ -133,12 +137,12 @@ class KeeperRendezvous(RendezvousHandler):
         before = self._round["number"]
         with self._news:
             self._is_meeting, self._broken, self._store_at = True, None, None
-        if self._wire is None:
+            self._say_or_lose(self._hello("meet"))
+        if not self._is_connected:
+            self._is_connected = True
             self._connect()
             threading.Thread(target=self._listen, daemon=True).start()
             threading.Thread(target=self._say_alive, daemon=True).start()
-        else:
-            self._say_or_lose(self._hello("meet"))
         with self._news:
             while self._is_meeting and self._closed is None:
                 self._news.wait()
@@ -194,7 +198,7 @@ class KeeperRendezvous(RendezvousHandler):
     def _hello(self, kind: str) -> Message:
         keeper = self._place.address()
         info = {"node": self._place.node, "address": self._address, "keeper": keeper, "terms": self._terms}
-        round_ = {"number": self._round["number"], "members": self._round["members"]}
+        round_ = {name: self._round[name] for name in ("number", "members", "keepers") if name in self._round}
         return {"do": kind, "agent": self._agent, "info": info, "round": round_, "last": self._last}
 
     def _last_words(self) -> Message:
@@ -217,12 +221,13 @@ class KeeperRendezvous(RendezvousHandler):
             for endpoint in self._endpoints[: 1 + int(passed_s / _PATIENCE_S)]:
                 try:
                     wire = connect(*endpoint, self._token, _CONNECT_TIMEOUT_S)
-                    wire.socket.settimeout(None)
-                    wire.send(self._hello("meet" if self._is_meeting else "attach"))
+                    wire.socket.settimeout(SILENCE_S)
+                    with self._news:  # or what is due would change between the message and the wire's being known
+                        wire.send(self._hello("meet" if self._is_meeting else "attach"))
+                        self._wire, self._at = wire, endpoint
                 except OSError as error:
                     refusals = f"{endpoint[0]}:{endpoint[1]}: {error}"
                     continue
-                self._wire, self._at = wire, endpoint
                 self._place.write(f"meeting-{self._agent}.json", {"host": endpoint[0], "port": endpoint[1]})
                 return
             time.sleep(0.1)
@@ -306,11 +311,14 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     place = NodePlace.of(params.run_id, node)
     place.make()
     address = params.local_addr or _address_towards(host, int(port))
+    agent = os.environ.get(place_of.AGENT) or f"{node}-0"
     if not _is_served(place):
         own_port = int(port) if _is_own(host) else 0
         rules = f'{{"least": {params.min_nodes}, "start": {params.max_nodes}}}'
-        start_keeper(place, address, own_port, rules)
-    agent = os.environ.get(place_of.AGENT) or f"{node}-0"
+        place.remove(f"done-{agent}.json")
+        place.remove(f"meeting-{agent}.json")  # of a job that has ended
+        keeper = start_keeper(place, address, own_port, rules)
+        atexit.register(_end_keeper, keeper, place, agent)
     return KeeperRendezvous(place, agent, (host, int(port)), address, _terms(), params.backend)
 
 
@@ -361,6 +369,14 @@ def start_keeper(
         time.sleep(0.02)
     process.kill()
     raise ConfigError(f"the keeper of node {place.node} did not come up on {host}:{port}; its message is above.")
+
+
+def _end_keeper(keeper: subprocess.Popen[bytes], place: NodePlace, agent: str) -> None:
+    """End a node's keeper with the agent that started it, and free its memory if the job has ended well."""
+    keeper.terminate()
+    keeper.wait()
+    if place.read(f"done-{agent}.json") is not None:
+        shutil.rmtree(place.folder, ignore_errors=True)
 
 
 def _is_own(host: str) -> bool:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
@@ -23,7 +24,7 @@ from ds_hetero.elastic.snapshots import SaveRules, Snapshots
 from ds_hetero.elastic.worker import Worker, own_worker
 from ds_hetero.errors import CheckpointError, ConfigError
 from ds_hetero.frameworks.deepspeed.hooks import SplitEngine
-from ds_hetero.frameworks.deepspeed.in_memory import load_parts, parts_in_memory
+from ds_hetero.frameworks.deepspeed.in_memory import load_parts, parts_in_memory, sample_frozen
 from ds_hetero.runtime.data.epochs import process_states, set_process_states
 from ds_hetero.values.section import SECTION, ElasticSection
 
@@ -47,6 +48,8 @@ class ElasticEngine:
         self._model = _fingerprint(engine)
         self._group = dist.new_group(backend="gloo")
         self._objects: Objects = {}
+        self._frozen: tuple[float, ...] = ()  # sample of the parameters that are not trained, at the start
+        self._with_frozen = True
         self._begin_s = time.perf_counter()
         self.snapshots: Snapshots | None = None
 
@@ -71,6 +74,10 @@ class ElasticEngine:
                 )
         self._objects = dict(objects)
         self._demand()
+        engine = self._engine()
+        assert engine is not None
+        self._frozen = sample_frozen(engine)
+        self._with_frozen = not self._frozen
         kept = find_newest(self._worker, self._group, self._model)
         if kept is not None:
             self._put_back(kept)
@@ -129,15 +136,25 @@ class ElasticEngine:
             logger.warning("the keeper does not take what the section asks for: %s", error)
 
     def _take(self) -> Content:
-        """This rank's state, by reference but for what may change before the next step."""
+        """This rank's state, by reference but for what may change before the next step.
+
+        Parameters that are not trained come from the script again, unless it has changed them meanwhile.
+
+        Collectives: one all_reduce of a number, if there are such parameters.
+        """
         engine = self._engine()
         assert engine is not None
         at_once = {buffer.data_ptr() for buffer in engine.module.buffers()}
         device = get_accelerator()
-        with parts_in_memory(engine) as parts:
+        if not self._with_frozen:
+            changed = torch.tensor(int(sample_frozen(engine) != self._frozen))
+            dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
+            self._with_frozen = bool(changed)
+        with parts_in_memory(engine, with_frozen=self._with_frozen) as parts:
             return Content(
                 {
                     "parts": parts,
+                    "frozen": None if self._with_frozen else self._frozen,
                     "batch": engine.train_batch_size(),
                     "objects": {name: one.state_dict() for name, one in self._objects.items()},
                     "random": process_states(),
@@ -162,7 +179,15 @@ class ElasticEngine:
                 f"the job was saved with {sorted(own['objects'])} as its own state, and handle.elastic was given "
                 f"{sorted(self._objects)}. Give it the same names."
             )
-        load_parts(engine, {name: state for content in kept.contents for name, state in content["parts"].items()})
+        self._with_frozen = own["frozen"] is None
+        # ZeRO-3's shards are others where the ranks are.
+        if not (self._with_frozen or engine.zero_optimization_partition_weights() or own["frozen"] == self._frozen):
+            raise CheckpointError(
+                "the parameters that are not trained are not those that the job was begun with, and saves do not "
+                "hold them. Let every start make the same ones: load them, or set a seed before they are made."
+            )
+        parts = {name: state for content in kept.contents for name, state in content["parts"].items()}
+        load_parts(engine, parts, with_frozen=self._with_frozen)
         for name, one in self._objects.items():
             one.load_state_dict(own["objects"][name])
         set_process_states(own["random"])

@@ -20,6 +20,7 @@ from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.protocols import Engine, State
 
 _TAG = "memory"
+_SAMPLES = 64  # elements of each parameter
 
 _states: dict[str, dict[str, Any]] = {}  # of the checkpoint that is being loaded, by path
 
@@ -68,10 +69,13 @@ def _in_place(engine: Any) -> Iterator[PartTaker]:
 
 
 @contextmanager
-def parts_in_memory(engine: Any) -> Iterator[dict[str, Any]]:
+def parts_in_memory(engine: Any, *, with_frozen: bool = True) -> Iterator[dict[str, Any]]:
     """The parts of a checkpoint that this rank would write, by file name: references, valid until the next step.
 
     With ZeRO-3 the parameters that it holds gathered are put away inside, and gathered again at the end.
+
+    Args:
+        with_frozen: whether parameters that are not trained belong to them.
 
     Caller: every rank.
     Collectives: with ZeRO-3 and unequal weights, those of `equal_shards`; with ZeRO-3, a gather at the end.
@@ -81,7 +85,7 @@ def parts_in_memory(engine: Any) -> Iterator[dict[str, Any]]:
         engine.optimizer.checkpoint_event_prologue()
     try:
         with _in_place(engine) as taker:
-            kind._save_checkpoint(engine, "", _TAG, client_state={})
+            kind._save_checkpoint(engine, "", _TAG, client_state={}, exclude_frozen_parameters=not with_frozen)
             if engine.save_zero_checkpoint:
                 kind._save_zero_checkpoint(engine, "", _TAG)
         yield taker.parts
@@ -90,8 +94,11 @@ def parts_in_memory(engine: Any) -> Iterator[dict[str, Any]]:
             engine.optimizer.checkpoint_event_epilogue()
 
 
-def load_parts(engine: Engine, parts: Mapping[str, Any]) -> None:
+def load_parts(engine: Engine, parts: Mapping[str, Any], *, with_frozen: bool = True) -> None:
     """Load a checkpoint whose files are ``parts``, by name.
+
+    Args:
+        with_frozen: whether parameters that are not trained are in them; else they stay as they are.
 
     Caller: every rank.
     Collectives: those of DeepSpeed's ``load_checkpoint``.
@@ -106,11 +113,20 @@ def load_parts(engine: Engine, parts: Mapping[str, Any]) -> None:
                 path = Path(folder, _TAG, name)
                 path.touch()  # DeepSpeed and the hooks ask whether it is there
                 _states[str(path)] = state
-            loaded, _ = type(engine).load_checkpoint(engine, folder, _TAG)  # type: ignore[attr-defined]
+            kind: Any = type(engine)
+            loaded, _ = kind.load_checkpoint(engine, folder, _TAG, load_module_strict=with_frozen)
         finally:
             _states.clear()
     if loaded is None:
         raise CheckpointError("DeepSpeed did not load the state that was kept in memory; its message is above.")
+
+
+def sample_frozen(engine: Any) -> tuple[float, ...]:
+    """Sums of a few elements of every parameter that is not trained: other ones where somebody has changed it."""
+    frozen = [one for one in engine.module.parameters() if not one.requires_grad]
+    tensors = [getattr(one, "ds_tensor", one).detach().reshape(-1) for one in frozen]
+    sums = [one[:: max(1, one.numel() // _SAMPLES)].sum(dtype=torch.float64) for one in tensors]
+    return tuple(torch.stack(sums).tolist()) if sums else ()
 
 
 def read_part(file: str) -> State:

@@ -192,7 +192,8 @@ def test_damage_in_a_fetched_segment_is_an_error(keepers, tmp_path):
 
 
 def test_a_newcomer_is_sent_to_the_keeper_where_the_round_is(keepers):
-    (one, at_one), (_, at_two) = keepers("n0"), keepers("n1")
+    (one, at_one), (two, at_two) = keepers("n0"), keepers("n1")
+    two.place.write("keeper.json", {"host": at_two[0], "port": at_two[1]})
     hello = {"do": "meet", "round": {"number": 0, "members": []}, "last": {}}
     running = connect(*at_two, TOKEN_BYTES, 5)
     running.send({**hello, "agent": "a", "info": {"node": "a", "terms": {}}})
@@ -205,3 +206,66 @@ def test_a_newcomer_is_sent_to_the_keeper_where_the_round_is(keepers):
     assert newcomer.receive() == {"redirect": list(at_two)}
     running.close()
     newcomer.close()
+
+
+def _hello(agent, round_=None, keeper=None):
+    info = {"node": agent, "terms": {}, "keeper": keeper}
+    return {"do": "meet", "agent": agent, "info": info, "last": {}, "round": round_ or {"number": 0, "members": []}}
+
+
+def _place(keeper, address):
+    keeper.place.write("keeper.json", {"host": address[0], "port": address[1]})
+
+
+def test_who_was_cut_off_is_sent_to_where_the_others_went_on(keepers):
+    (one, at_one), (two, at_two) = keepers("a"), keepers("b")
+    _place(one, at_one), _place(two, at_two)
+    for keeper in (one, two):
+        keeper.meeting.rules = replace(keeper.meeting.rules, majority=False)
+    before = {"number": 4, "members": ["a", "b"], "keepers": {"a": at_one, "b": at_two}}
+    one.meeting.rules = replace(one.meeting.rules, attach_s=0.2)
+    left = connect(*at_one, TOKEN_BYTES, 5)
+    left.send(_hello("a", before, at_one))
+    assert left.receive()["round"]["number"] == 5  # the other keeper has no round: it is the job
+    right = connect(*at_two, TOKEN_BYTES, 5)
+    right.send(_hello("b", before, at_two))
+    assert right.receive() == {"redirect": list(at_one)}
+    left.close(), right.close()
+
+
+def test_of_two_jobs_that_run_the_lesser_ends_its_round_and_is_sent_on(keepers):
+    (one, at_one), (two, at_two) = keepers("a"), keepers("b")
+    agents = []
+    for (keeper, address), node, number in (((one, at_one), "a", 8), ((two, at_two), "b", 4)):
+        _place(keeper, address)
+        agents.append(connect(*address, TOKEN_BYTES, 15))
+        known = {"number": number, "members": [node], "keepers": {"a": at_one, "b": at_two}}
+        agents[-1].send({**_hello(node, known, address), "do": "attach"})
+    assert str(at_one[1]) in agents[1].receive()["broken"]
+    agents[1].send(_hello("b", {"number": 4, "members": ["b"]}, at_two))
+    assert agents[1].receive() == {"redirect": list(at_one)}
+    for agent in agents:
+        agent.close()
+
+
+def test_a_node_that_comes_back_by_its_first_command_is_fetched_by_the_job_that_runs(keepers):
+    (one, at_one), (two, at_two) = keepers("a"), keepers("b")
+    _place(one, at_one), _place(two, at_two)
+    running = connect(*at_two, TOKEN_BYTES, 15)
+    known = {"number": 4, "members": ["b"], "keepers": {"a": at_one, "b": at_two}}
+    running.send({**_hello("b", known, at_two), "do": "attach"})
+    one.meeting.rules = MeetingRules(least=1, start=2)  # a round would begin there after a while
+    back = connect(*at_one, TOKEN_BYTES, 15)
+    back.send(_hello("a", None, at_one))
+    assert back.receive() == {"redirect": list(at_two)}
+    running.close(), back.close()
+
+
+def test_an_agent_hears_that_its_keeper_lives(keepers):
+    _, address = keepers()
+    agent = connect(*address, TOKEN_BYTES, 5)
+    agent.send(_hello("a"))
+    assert "round" in agent.receive()
+    agent.send({"do": "alive"})
+    assert agent.receive() == {"alive": True}
+    agent.close()

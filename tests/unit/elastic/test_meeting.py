@@ -120,7 +120,7 @@ def test_the_least_may_be_raised_while_a_round_runs():
 
 
 def test_a_member_that_does_not_come_is_left_behind():
-    meeting, b, a, c = _three(MeetingRules(least=1, start=3, rejoin_s=45))
+    meeting, b, a, c = _three(MeetingRules(least=1, start=3, majority=False, rejoin_s=45))
     c.leave(1.0)
     a.join(2.0)
     meeting.tick(40.0)
@@ -204,7 +204,79 @@ def test_less_than_half_does_not_go_on_at_another_server_unless_it_was_allowed()
     assert len(c.heard) == 1
     other.tick(61.0)
     assert "1 of at least 2" in c.last()["closed"]
-    allowed, (c,) = _taken_over(MeetingRules(least=1, majority=False), num_lost=2)
+    allowed, (c,) = _taken_over(MeetingRules(majority=False), num_lost=2)
     c.join(10.0)
     allowed.tick(17.0)
     assert c.last()["round"]["members"] == ["c"]
+
+
+def _rejoin(meeting, agents, lost, now_s=5.0):
+    for agent in lost:
+        agent.leave(now_s)
+    for agent in agents:
+        agent.last()
+        agent.join(now_s + 1)
+
+
+def test_the_smaller_side_of_a_cut_waits_also_where_the_round_was_begun():
+    meeting, b, a, c = _three(MeetingRules(least=1, start=3, wait_s=50))
+    _rejoin(meeting, [a], lost=[b, c])
+    assert "round" not in a.last()
+    d = Agent(meeting, "d").join(7.0)  # a newcomer is no witness of where the others are
+    assert "round" not in a.last() and d.heard == []
+    b.heard.clear()
+    b.join(8.0)
+    assert b.last()["round"]["members"] == ["a", "b", "d"]
+
+
+def test_of_two_halves_the_one_where_the_round_was_begun_goes_on():
+    meeting = AgentMeeting(MeetingRules(least=1, start=2))
+    a, b = Agent(meeting, "a").join(0.0), Agent(meeting, "b").join(0.0)
+    b.last()
+    other = AgentMeeting(MeetingRules(least=1, attach_s=6))
+    _rejoin(meeting, [a], lost=[b])
+    assert a.last()["round"]["members"] == ["a"]
+    b.meeting, b.heard = other, [{"round": b.round_}]
+    b.join(5.0)
+    other.tick(20.0)
+    assert len(b.heard) == 1
+
+
+def test_no_round_begins_without_its_members_before_it_was_looked_for_them():
+    meeting, b, a, c = _three(MeetingRules(least=1, start=3, looks=True))
+    _rejoin(meeting, [a, b], lost=[c])
+    assert "round" not in b.last() and meeting.must_look
+    meeting.looked()
+    meeting.tick(7.0)
+    assert b.last()["round"]["members"] == ["a", "b"]
+    a.join(9.0)  # nobody is missing now
+    assert not meeting.must_look
+
+
+def test_a_round_tells_the_keepers_of_all_rounds_before():
+    meeting, b, a, c = _three()
+    for agent in (a, b, c):
+        agent.info["keeper"] = [f"host-{agent.name}", 1]
+        agent.join(3.0)
+        agent.last()
+    _rejoin(meeting, [a, b], lost=[c])
+    assert meeting.keepers_elsewhere == {"c": ["host-c", 1]}
+    other = AgentMeeting(MeetingRules())
+    a.last()
+    a.meeting, a.heard = other, [{"round": a.round_}]
+    a.attach(9.0)
+    assert other.keepers_elsewhere == {"b": ["host-b", 1], "c": ["host-c", 1]}
+
+
+def test_a_meeting_with_more_of_the_round_stands_above_one_with_less_and_a_later_round_above_all():
+    meeting, b, a, c = _three()
+    running = meeting.standing
+    c.leave(5.0)
+    assert meeting.standing < running
+    waiting = meeting.standing
+    b.leave(5.0)
+    assert meeting.standing < waiting
+    b.join(6.0)
+    a.last()
+    a.join(6.0)
+    assert meeting.standing > running

@@ -1,0 +1,103 @@
+"""A network namespace for each emulated node, and a bridge between them whose ports can be shut without a word.
+
+Needs root and Linux's ``unshare``, ``nsenter``, ``ip`` and ``bridge``. The machine's own network is not touched: the
+bridge lies in a namespace too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+_TOOLS = ("unshare", "nsenter", "ip", "bridge")
+
+
+class Network:
+    """One bridge, and a port for each node.
+
+    Args:
+        num_nodes: that are connected.
+    """
+
+    def __init__(self, num_nodes: int) -> None:
+        self._holders = [_hold_namespace() for _ in range(num_nodes + 1)]
+        try:
+            self._on_hub("ip", "link", "add", "hub", "type", "bridge")
+            self._on_hub("ip", "link", "set", "hub", "up")
+            for number in range(num_nodes):
+                self._connect(number)
+        except BaseException:
+            self.end()
+            raise
+
+    def _connect(self, number: int) -> None:
+        port, node = f"port{number}", self.prefix(number)
+        peer = ["peer", "name", "eth0", "netns", str(self._holders[number + 1].pid)]
+        self._on_hub("ip", "link", "add", port, "type", "veth", *peer)
+        self._on_hub("ip", "link", "set", port, "master", "hub", "up")
+        for command in (
+            ["ip", "link", "set", "lo", "up"],
+            ["ip", "address", "add", f"{address_of(number)}/24", "dev", "eth0"],
+            ["ip", "link", "set", "eth0", "up"],
+        ):
+            _run([*node, *command])
+
+    def prefix(self, number: int) -> list[str]:
+        """Words before a command that runs on a node."""
+        return ["nsenter", "--net", f"--target={self._holders[number + 1].pid}"]
+
+    def cut(self, number: int) -> None:
+        """Drop all packets from and to a node; neither side is told."""
+        self._on_hub("bridge", "link", "set", "dev", f"port{number}", "state", "0")
+
+    def mend(self, number: int) -> None:
+        """Let packets through again."""
+        self._on_hub("bridge", "link", "set", "dev", f"port{number}", "state", "3")
+
+    def _on_hub(self, *command: str) -> None:
+        _run(["nsenter", "--net", f"--target={self._holders[0].pid}", *command])
+
+    def end(self) -> None:
+        """Let the namespaces go; the kernel takes them away with the last process inside."""
+        for holder in self._holders:
+            holder.kill()
+            holder.wait()
+
+
+def address_of(number: int) -> str:
+    """The address of a node."""
+    return f"10.77.0.{number + 1}"
+
+
+def _hold_namespace() -> subprocess.Popen[bytes]:
+    command = ["unshare", "--net", "sh", "-c", "echo; exec cat"]  # which ends with this process
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    if not holder.stdout.readline():
+        holder.wait()
+        raise OSError("no network namespace can be made here")
+    return holder
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def network_of(num_nodes: int) -> Iterator[Network]:
+    """A network while it is needed.
+
+    Raises:
+        OSError: namespaces or a tool are missing.
+    """
+    if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
+        raise OSError(f"{', '.join(missing)} is not installed")
+    network = Network(num_nodes)
+    try:
+        yield network
+    finally:
+        network.end()
