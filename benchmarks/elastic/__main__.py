@@ -33,6 +33,7 @@ class Job(NamedTuple):
     stage: int  # of ZeRO
     workers: list[int]  # by node
     has_network: bool = False  # of its own; then fewer than half of the ranks wait, else any number goes on
+    by_trainer: bool = False
 
 
 JOBS = (
@@ -45,6 +46,8 @@ JOBS = (
     Job(1, [2, 2, 2], has_network=True),
     Job(0, [2, 2, 1]),
     Job(3, [3, 3]),
+    Job(1, [1, 1, 1], by_trainer=True),
+    Job(3, [2, 1], by_trainer=True),
 )
 
 
@@ -87,18 +90,19 @@ def run_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for number, job, share in zip(options.jobs, jobs, shares, strict=True):
             folder = Path(options.logs or root) / f"job{number}"
             folder.mkdir(parents=True)
-            with _cluster(job, folder, options.every, socket) as cluster:
+            with cluster_of(job, folder, options.every, socket) as cluster:
                 for line in FaultRun(cluster, draw, options.every, options.limit_s).run(
                     share, options.kinds, options.phases
                 ):
-                    yield {"stage": job.stage, "world": job.workers, **line}
+                    yield {"stage": job.stage, "world": job.workers, "trainer": job.by_trainer, **line}
                     if time.monotonic() > end_s:
                         return
 
 
 @contextlib.contextmanager
-def _cluster(job: Job, folder: Path, every: int, socket: Path | None) -> Iterator[Cluster]:
-    arguments = ["--stage", str(job.stage), "--every", str(every)]
+def cluster_of(job: Job, folder: Path, every: int, socket: Path | None) -> Iterator[Cluster]:
+    """The nodes of a job while it is needed; ``socket`` is that of a warm server for jobs without a network."""
+    arguments = ["--stage", str(job.stage), "--every", str(every), *(["--trainer"] if job.by_trainer else [])]
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(network_of(len(job.workers))) if job.has_network else None
         cluster = Cluster(folder, job.workers, arguments, socket, network, keeps_majority=job.has_network)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.elastic.nodes import Cluster, Event, Node
+from benchmarks.elastic.trainer import train_alone as train_by_trainer
 from benchmarks.elastic.training import train_alone
 from ds_hetero.elastic.node.keeper import ask
 from ds_hetero.elastic.node.wire import token_of
@@ -155,14 +156,15 @@ class FaultRun:
     def judge(self, began_s: float, done_s: float) -> dict[str, Any]:
         """Steps lost, differences from one process, and how long each phase took."""
         events = self._cluster.events()
-        steps = [event for event in events if event["event"] == "step"]
+        steps = [event for event in events if event["event"] in ("step", "log")]
         ready = [event for event in events if event["event"] == "ready" and event["time"] > began_s]
         lost = 0
         if ready:
-            before = max(event["step"] for event in steps if event["time"] < ready[-1]["time"])
+            before = max((event["step"] for event in steps if event["time"] < ready[-1]["time"]), default=0)
             lost = max(0, before - ready[-1]["step"])
         if len(self._reference) < _last_step(events):
-            self._reference = train_alone(_last_step(events) + 200)
+            alone = train_by_trainer if "--trainer" in self._cluster.arguments else train_alone
+            self._reference = alone(_last_step(events) + 200)
         after, self._num_judged = steps[self._num_judged :], len(steps)
         # A step that was saved, and killed before it was logged, is seen in the next one's numbers.
         saved = {event["step"] for event in events if event["event"] == "ready"}
@@ -170,15 +172,15 @@ class FaultRun:
         return {
             "lost_steps": lost,
             "steps_missing": len(missing),
-            "steps": len(after),
-            "loss_difference": self._worst(after, "loss"),
+            "steps": sum(event["event"] == "step" for event in after),
+            "loss_difference": max(self._worst(after, "loss"), self._worst(after, "logged")),
             "norm_difference": self._worst(after, "norm"),
             "parameter_difference": self._worst(after, "parameters"),
             "seconds": _phases(events, done_s),
         }
 
     def _worst(self, steps: list[Event], name: str) -> float:
-        pairs = [(step[name], self._reference[step["step"] - 1][name]) for step in steps]
+        pairs = [(step[name], self._reference[step["step"] - 1][name]) for step in steps if name in step]
         return max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=0.0)
 
     def _status(self) -> dict[str, Any]:

@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10**9)
+    parser.add_argument("--trainer", action="store_true", help="by the HF Trainer, not by a loop of one's own")
     parser.add_argument("--pause-s", type=float, default=0.05)
     parser.add_argument("--local_rank", type=int)
     options = parser.parse_args()
@@ -146,6 +147,11 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     log("init", rank=rank, world_size=world_size)
+    if options.trainer:
+        from benchmarks.elastic.trainer import train
+
+        train(_configuration(options, world_size), options.steps, world_size, log)
+        return
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     engine, *_ = deepspeed.initialize(

@@ -35,6 +35,27 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Found:
+    """What the memory of all nodes holds."""
+
+    kept: Kept | None  # the newest save whose parts are all there and undamaged
+    models: dict[str, str]  # fingerprints of the models that there are saves of, whole or not, and where one of each is
+
+    def expect(self, model: str, worker: Worker) -> None:
+        """Refuse saves of other models.
+
+        Raises:
+            CheckpointError: there are some.
+        """
+        others = [place for known, place in self.models.items() if known != model]
+        if others:
+            raise CheckpointError(
+                f"the memory of job {worker.place.job} holds saves of another model ({', '.join(others[:3])}). Give "
+                f"this job another name (--job), or delete {worker.place.folder} on its nodes."
+            )
+
+
+@dataclass(frozen=True)
 class _NodeHoldings:
     """The segments of a rank's node."""
 
@@ -51,8 +72,8 @@ class _Parts:
     fetched_bytes: int
 
 
-def find_newest(worker: Worker, group: dist.ProcessGroup, model: str) -> Kept | None:
-    """Find and read the newest save whose parts are all there and undamaged; None where there is none.
+def find_newest(worker: Worker, group: dist.ProcessGroup) -> Found:
+    """Find and read the newest save whose parts are all there and undamaged.
 
     Args:
         group: all ranks, over gloo.
@@ -61,19 +82,11 @@ def find_newest(worker: Worker, group: dist.ProcessGroup, model: str) -> Kept | 
     Collectives: `on_all_ranks` once, and once more for every save that is tried.
 
     Raises:
-        CheckpointError: the memory holds saves of another model; on every rank.
         PeerError: a node was lost while its parts were fetched; on every rank.
     """
     begin_s = time.perf_counter()
     nodes = {holdings.node: holdings for holdings in on_all_ranks(lambda: _own_holdings(worker), group)}
-    of_others = [
-        f"{node}: {name}" for node, one in nodes.items() for name, header in one.segments if header.model != model
-    ]
-    if of_others:
-        raise CheckpointError(
-            f"the memory of job {worker.place.job} holds saves of another model ({', '.join(of_others[:3])}). Give "
-            f"this job another name (--job), or delete {worker.place.folder} on its nodes."
-        )
+    models = {header.model: f"{node}: {name}" for node, one in nodes.items() for name, header in one.segments}
     holdings = [
         Holding(header.save, header.rank, (node, name)) for node, one in nodes.items() for name, header in one.segments
     ]
@@ -82,8 +95,8 @@ def find_newest(worker: Worker, group: dist.ProcessGroup, model: str) -> Kept | 
         own = found[dist.get_rank(group)]
         if own is not None and None not in found:
             contents = tuple(read_content(path, header) for path, header in own.paths)
-            return Kept(save, contents, own.fetched_bytes, time.perf_counter() - begin_s)
-    return None
+            return Found(Kept(save, contents, own.fetched_bytes, time.perf_counter() - begin_s), models)
+    return Found(None, models)
 
 
 def _own_holdings(worker: Worker) -> _NodeHoldings:

@@ -62,8 +62,11 @@ class ElasticState(Protocol):
     def resume(self, objects: Mapping[str, Any]) -> int | None:
         """Put back the newest save, with the script's ``objects``; the step that the job goes on from, if any."""
 
-    def before_step(self) -> None:
-        """Wait until the step may change what is being saved."""
+    def go_on(self, objects: Mapping[str, Any], found: Any) -> None:
+        """Put back a save that was ``found`` before; from here on `after_step` is called by the caller."""
+
+    def around_step(self, step: Callable[[], Any]) -> Any:
+        """Take an engine's step."""
 
     def after_step(self, step: int) -> None:
         """Commit and save what is due."""

@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.decision.start_text import announce
 from ds_hetero.elastic.content import Content
-from ds_hetero.elastic.restart import Kept, find_newest
+from ds_hetero.elastic.restart import Found, Kept, find_newest
 from ds_hetero.elastic.snapshots import SaveRules, Snapshots
 from ds_hetero.elastic.worker import Worker, own_worker
 from ds_hetero.errors import CheckpointError, ConfigError
@@ -52,9 +52,10 @@ class ElasticEngine:
         self._with_frozen = True
         self._begin_s = time.perf_counter()
         self.snapshots: Snapshots | None = None
+        self._saves_itself = False
 
     def resume(self, objects: Objects) -> int | None:
-        """Put back the newest save, and save from here on.
+        """Find and put back the newest save, and save from here on after each optimizer step.
 
         Args:
             objects: of the script, that are a part of its state.
@@ -63,6 +64,19 @@ class ElasticEngine:
             The step that the job goes on from; None where it begins.
 
         Caller: every rank, once.
+        """
+        found = find_newest(self._worker, self._group)
+        self.go_on(objects, found)
+        self._saves_itself = True
+        return None if found.kept is None else found.kept.save.step
+
+    def go_on(self, objects: Objects, found: Found) -> None:
+        """Put back the save that was found, if any; from here on `after_step` saves.
+
+        Caller: every rank, once.
+
+        Raises:
+            CheckpointError: it is of another model, another global batch, or has another state of the script.
         """
         if self.snapshots is not None:
             raise ConfigError("handle.elastic was called twice for one engine.")
@@ -78,7 +92,8 @@ class ElasticEngine:
         assert engine is not None
         self._frozen = sample_frozen(engine)
         self._with_frozen = not self._frozen
-        kept = find_newest(self._worker, self._group, self._model)
+        found.expect(self._model, self._worker)
+        kept = found.kept
         if kept is not None:
             self._put_back(kept)
         start = [f"{time.time_ns():020d}-{secrets.token_hex(4)}"]
@@ -98,26 +113,29 @@ class ElasticEngine:
             self._say,
         )
         self._say_begin(kept)
-        return None if kept is None else kept.save.step
 
-    def before_step(self) -> None:
-        """Wait until the step may change what is being saved.
+    def around_step(self, step: Callable[[], Any]) -> Any:
+        """Take an engine's step: wait for copies before it; after an optimizer step of a loop of its own, save."""
+        self._snapshots().before_step()
+        engine = self._engine()
+        assert engine is not None
+        before = engine.global_steps
+        result = step()
+        if self._saves_itself and engine.global_steps > before:
+            self.after_step(engine.global_steps)
+        return result
 
-        Raises:
-            ConfigError: the script has not said what to resume.
-        """
+    def _snapshots(self) -> Snapshots:
         if self.snapshots is None:
             raise ConfigError(
                 "this job is elastic, but its script does not say what to resume: call handle.elastic(loader) before "
-                "the first step of a loop of your own. The HF Trainer, TRL and accelerate cannot be elastic yet: start "
-                "them without --elastic."
+                "the first step of a loop of your own, with accelerate too. The HF Trainer needs no such call."
             )
-        self.snapshots.before_step()
+        return self.snapshots
 
     def after_step(self, step: int) -> None:
         """Commit and save what is due; see `Snapshots.after_step`."""
-        assert self.snapshots is not None
-        self.snapshots.after_step(step)
+        self._snapshots().after_step(step)
 
     def leave_if_due(self) -> None:
         """Between two steps: end, if all ranks have agreed to; see `Snapshots.leave_if_due`."""
@@ -259,14 +277,9 @@ def refuse_other_engines(what: str) -> None:
 
 
 def save_after_step(hooked: SplitEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around the engine's step: wait for copies before it; commit and save after an optimizer step."""
+    """Around the engine's step; see `ElasticEngine.around_step`."""
     assert hooked.elastic is not None
-    hooked.elastic.before_step()
-    before = hooked.engine.global_steps
-    result = step(*args, **kwargs)
-    if hooked.engine.global_steps > before:
-        hooked.elastic.after_step(hooked.engine.global_steps)
-    return result
+    return hooked.elastic.around_step(lambda: step(*args, **kwargs))
 
 
 def _expect_supported(engine: Any) -> None:

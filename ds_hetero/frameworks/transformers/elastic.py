@@ -24,12 +24,14 @@ import transformers.trainer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ds_hetero.common.patching import Function
-from ds_hetero.elastic.restart import Kept, find_newest
+from ds_hetero.elastic.restart import Found, Kept, find_newest
 from ds_hetero.elastic.worker import own_worker
-from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.patching import Function
+from ds_hetero.engine.registry import ElasticState, Registry
 from ds_hetero.errors import CheckpointError
 from ds_hetero.runtime.data.epochs import process_states, set_process_states
+
+_trainings: dict[str, _Training] = {}  # that are under way, by the folder of each
 
 _STATE, _SCHEDULER = "trainer_state.json", "scheduler.pt"
 _OBJECT = "trainer"
@@ -40,86 +42,111 @@ def install(registry: Registry) -> None:
     """Let trainings of elastic jobs go on from memory."""
     replace = registry.patches.replace
     replace(Trainer, "train", lambda stock: _going_on(registry, stock))
-    replace(Trainer, "_maybe_log_save_evaluate", lambda stock: _saving_after(registry, stock))
-    replace(transformers.trainer, "deepspeed_load_checkpoint", lambda stock: _loading_from_memory(registry, stock))
+    replace(Trainer, "_maybe_log_save_evaluate", _saving_after)
+    replace(transformers.trainer, "deepspeed_load_checkpoint", _loading_from_memory)
 
 
 class _Training:
     """One call of `train` in an elastic job.
 
     Args:
-        kept: the save that it goes on from; None where it begins.
+        found: what the memory holds.
+        folder: for the small files of the checkpoint that stands for it.
     """
 
-    def __init__(self, trainer: Trainer, kept: Kept | None, folder: Path) -> None:
-        self.trainer, self.kept, self.folder = trainer, kept, folder
+    def __init__(self, registry: Registry, trainer: Trainer, found: Found, folder: Path) -> None:
+        self._registry, self._trainer, self._found = registry, trainer, found
         self._running: dict[str, Any] = {}
-        self.saved_step = -1
-        if kept is not None:
-            self._write(kept)
+        self._step = 0  # that was saved last
+        self._waits = False  # for the end of an epoch
+        if found.kept is not None:
+            self._write(found.kept, folder)
 
-    def _write(self, kept: Kept) -> None:
+    def _write(self, kept: Kept, folder: Path) -> None:
         """Write what the Trainer reads for itself."""
         own = kept.contents[dist.get_rank() if dist.get_rank() < kept.save.world_size else 0]
         if _OBJECT not in own["objects"]:
             raise CheckpointError(
-                "this job was begun by a loop of its own and not by a Trainer; give the job another name (--job)."
+                "this job was begun by a loop of its own, and goes on with a Trainer; give it another name (--job)."
             )
         state = own["objects"][_OBJECT]
-        (self.folder / _STATE).write_text(state["state"])
-        torch.save(state["scheduler"], self.folder / _SCHEDULER)
+        (folder / _STATE).write_text(state["state"])
+        torch.save(state["scheduler"], folder / _SCHEDULER)
         before = process_states()
         set_process_states(own["random"])
-        self.trainer._save_rng_state(str(self.folder))
+        if own["device_random"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(own["device_random"])
+        self._trainer._save_rng_state(str(folder))
         set_process_states(before)
         self._running = state["running"]
 
+    def is_of(self, trainer: Trainer) -> bool:
+        """Whether it is a Trainer's."""
+        return self._trainer is trainer
+
+    @property
+    def elastic(self) -> ElasticState:
+        """The state of the Trainer's engine."""
+        prepared = self._registry.find(self._trainer.model)
+        assert prepared is not None and prepared.elastic is not None, "other engines are refused when they are made"
+        return prepared.elastic
+
+    def load(self) -> None:
+        """Put back the engine's state, in place of reading a checkpoint; where there is none, begin to save."""
+        self.elastic.go_on({_OBJECT: self}, self._found)
+
     def begin(self) -> None:
-        """Before the first step: what no checkpoint has."""
+        """Before the first step: put back what no checkpoint has."""
+        if self._found.kept is None:
+            self.load()
         for name, value in self._running.items():
-            like = getattr(self.trainer, name)
-            setattr(self.trainer, name, torch.full_like(like, value) if isinstance(like, torch.Tensor) else value)
-        self.saved_step = self.trainer.state.global_step
+            like = getattr(self._trainer, name)
+            setattr(self._trainer, name, torch.full_like(like, value) if isinstance(like, torch.Tensor) else value)
+        self._step = self._trainer.state.global_step
+
+    def end_step(self) -> None:
+        """Save after a step, when the Trainer has done all that belongs to it."""
+        step, epoch = self._trainer.state.global_step, self._trainer.state.epoch
+        if step == self._step:
+            return
+        if not self._waits and epoch is not None and float(epoch).is_integer():
+            self._waits = True  # it is called once more, after the epoch
+            return
+        self._waits, self._step = False, step
+        self.elastic.after_step(step)
+        self.elastic.leave_if_due()
 
     def state_dict(self) -> dict[str, Any]:
         """The Trainer's state, as its checkpoints have it, and what they do not have."""
-        trainer = self.trainer
+        trainer, state = self._trainer, asdict(self._trainer.state)
+        of_callbacks: dict[str, Any] = {}
         for one in [*trainer.callback_handler.callbacks, trainer.control]:
-            if isinstance(one, ExportableState):
-                _set_state(trainer.state.stateful_callbacks, one)
+            if isinstance(one, ExportableState):  # several of a class have a list, as in the Trainer's own files
+                of_callbacks.setdefault(type(one).__name__, []).append(one.state())
+        state["stateful_callbacks"] = {
+            name: states if isinstance(state["stateful_callbacks"].get(name), list) else states[-1]
+            for name, states in of_callbacks.items()
+        }
+        running = {name: getattr(trainer, name) for name in _RUNNING}
         return {
-            "state": json.dumps(asdict(trainer.state), sort_keys=True),
+            "state": json.dumps(state, indent=2, sort_keys=True),
             "scheduler": trainer.lr_scheduler.state_dict(),
-            "running": {name: float(getattr(trainer, name)) for name in _RUNNING},
+            "running": {name: one.item() if isinstance(one, torch.Tensor) else one for name, one in running.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing: the Trainer reads its files."""
 
 
-def _set_state(states: dict[str, Any], one: ExportableState) -> None:
-    """As the Trainer does before it writes its state: several callbacks of a class have a list."""
-    name, state = type(one).__name__, one.state()
-    states[name] = [*states[name], state] if isinstance(states.get(name), list) else state
+class _Beginning(TrainerCallback):  # type: ignore[misc]
+    """Tells a training when its Trainer is ready."""
 
-
-class _Beginning(TrainerCallback):
-    """Tells the training when its Trainer is ready, by the one callback that is called then."""
-
-    def __init__(self, registry: Registry, training: _Training) -> None:
-        self._registry, self._training = registry, training
+    def __init__(self, training: _Training) -> None:
+        self._training = training
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        """Begin to save; where nothing was resumed, the engine learns here what belongs to its state."""
-        if self._training.kept is None:
-            _state_of(self._registry, self._training.trainer).resume({_OBJECT: self._training}, by_script=False)
+        """After the engine was made and a checkpoint was loaded."""
         self._training.begin()
-
-
-def _state_of(registry: Registry, trainer: Trainer) -> Any:
-    prepared = registry.find(trainer.model)
-    assert prepared is not None and prepared.elastic is not None, "other engines were refused when they were made"
-    return prepared.elastic
 
 
 def _going_on(registry: Registry, stock: Function) -> Function:
@@ -128,17 +155,38 @@ def _going_on(registry: Registry, stock: Function) -> Function:
         worker = own_worker()
         if worker is None or not registry.adapters.processes.asks_for_engine(trainer.accelerator):
             return stock(trainer, resume_from_checkpoint, *args, **kwargs)
-        group = dist.new_group(backend="gloo")
-        kept = find_newest(worker, group, None)
+        found = find_newest(worker, dist.new_group(backend="gloo"))
         with tempfile.TemporaryDirectory(prefix="ds_hetero-") as folder:
-            training = _Training(trainer, kept, Path(folder))
-            trainer._ds_hetero_training = training
-            callback = _Beginning(registry, training)
+            training = _trainings[folder] = _Training(registry, trainer, found, Path(folder))
+            callback = _Beginning(training)
             trainer.add_callback(callback)
             try:
-                return stock(trainer, resume_from_checkpoint if kept is None else folder, *args, **kwargs)
+                return stock(trainer, resume_from_checkpoint if found.kept is None else folder, *args, **kwargs)
             finally:
                 trainer.remove_callback(callback)
-                del trainer._ds_hetero_training
+                del _trainings[folder]
 
     return train
+
+
+def _saving_after(stock: Function) -> Function:
+    @functools.wraps(stock)
+    def log_save_evaluate(trainer: Trainer, *args: object, **kwargs: object) -> None:
+        stock(trainer, *args, **kwargs)
+        for training in _trainings.values():
+            if training.is_of(trainer):
+                training.end_step()
+
+    return log_save_evaluate
+
+
+def _loading_from_memory(stock: Function) -> Function:
+    @functools.wraps(stock)
+    def load_checkpoint(engine: Any, checkpoint_path: str, *args: object, **kwargs: object) -> None:
+        training = _trainings.get(str(checkpoint_path))
+        if training is None:
+            stock(engine, checkpoint_path, *args, **kwargs)
+        else:
+            training.load()
+
+    return load_checkpoint

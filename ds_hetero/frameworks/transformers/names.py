@@ -19,6 +19,7 @@ _TRAINER = (
     "_get_dataloader",
     "_get_output_dir",
     "_inner_training_loop",
+    "_maybe_log_save_evaluate",
     "_save_checkpoint",
     "_save_optimizer_and_scheduler",
     "_save_rng_state",
@@ -31,6 +32,7 @@ _TRAINER = (
     "predict",
     "save_model",
     "set_initial_training_values",
+    "train",
     "training_step",
 )
 
@@ -41,6 +43,7 @@ PRIVATE_NAMES = (
     "transformers:PreTrainedModel._init_weights",
     "transformers:PretrainedConfig._attn_implementation",
     "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS._local_mapping",
+    "transformers.trainer:deepspeed_load_checkpoint",
     "transformers.trainer:skip_first_batches",
     *(f"transformers.masking_utils:{name}" for name in MASK_PARTS),
     *(f"transformers:Trainer.{name}" for name in _TRAINER),

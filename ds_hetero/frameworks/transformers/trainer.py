@@ -55,6 +55,12 @@ def is_sharded(registry: Registry, trainer: Trainer) -> bool:
     return registry.adapters.processes.asks_for_engine(trainer.accelerator) and trainer.get_sp_size() > 1
 
 
+def _shared_by_ranks(registry: Registry, trainer: Trainer) -> Any:
+    """The model as it is split over ranks; None with one rank, which the Trainer gives whole batches."""
+    split = registry.find_split(trainer.model)
+    return None if split is None or len(split.replica.ranks) == 1 else split
+
+
 def takes_whole_batches(registry: Registry, trainer: Trainer) -> bool:
     """Whether a Trainer that trains with this engine computes its loss from whole sequences, or from all logits."""
     from_logits = trainer.label_smoother is not None or trainer.compute_loss_func is not None
@@ -244,7 +250,9 @@ def _accumulating_micro_steps(registry: Registry, stock: Function) -> Function:
         if is_whole and batches is not None:
             expect_equal_replicas(trainer)
         if batches is None:
-            with calls_sharded(registry, trainer) if is_whole else contextlib.nullcontext():
+            is_alone = registry.adapters.processes.asks_for_engine(trainer.accelerator) and dist.get_world_size() == 1
+            alone = sharding(False) if is_alone else contextlib.nullcontext()  # whole batches, as without the section
+            with calls_sharded(registry, trainer) if is_whole else alone:
                 return stock(*args, **kwargs)
         if not arguments.average_tokens_across_devices:
             raise ConfigError(
@@ -339,7 +347,7 @@ def _counting_items(registry: Registry, stock: Function) -> Function:
         if (unlike := unlike_steps(registry, trainer)) is not None:
             _say_whether_scaled(trainer, scaled=True)
             return unlike.take(epoch_iterator, num_batches, device)
-        split = registry.find_split(trainer.model)
+        split = _shared_by_ranks(registry, trainer)
         if registry.is_pipelined(trainer.model):  # its forward counts the labels of the global batch
             return stock(trainer, epoch_iterator, num_batches, device)[0], None
         if split is None:
@@ -380,7 +388,7 @@ def _loss_of_whole_batch(registry: Registry, stock: Function) -> Function:
             loss, outputs = unlike.loss(whole, inputs, num_items_in_batch)
             _say_whether_scaled(trainer, scaled=True)
             return (loss, outputs) if return_outputs else loss
-        split = registry.find_split(trainer.model)
+        split = _shared_by_ranks(registry, trainer)
         if split is None or not split.takes_shards or wanted_results() is not None:
             return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["shift_labels"]

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from benchmarks.elastic.__main__ import FaultRun
+from benchmarks.elastic.__main__ import Job, cluster_of, summarize
+from benchmarks.elastic.faults import KINDS, PHASES, FaultRun
 from benchmarks.elastic.nodes import Cluster, warm_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -21,22 +22,19 @@ def warm_socket(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("stage", "faults"), [(1, ("worker", "node", "join", "keeper")), (3, ("twice", "notice", "join"))]
+    ("job", "num_faults"), [(Job(1, [1, 1, 1]), 6), (Job(3, [2, 2]), 5), (Job(2, [1, 1], by_trainer=True), 5)]
 )
-def test_a_job_goes_on_exactly_after_every_fault(tmp_path, warm_socket, stage, faults):
-    cluster = Cluster(tmp_path, [1, 1, 1], ["--stage", str(stage), "--every", str(EVERY)], warm_socket)
-    try:
-        run = FaultRun(cluster, random.Random(stage), EVERY, limit_s=90)
-        assert run.start(), _logs(cluster)
-        for fault in faults:
-            line = run.give(fault)
-            assert not line["hang"], (line, _logs(cluster))
-            assert line["lost_steps"] <= (0 if fault == "notice" else 2 * EVERY - 1), line
-            assert line["steps_missing"] == 0, line
-            # float32, whose rounding differs with the number of ranks
-            assert line["loss_difference"] < 1e-6 and line["parameter_difference"] < 1e-7, line
-    finally:
-        cluster.end()
+def test_a_job_goes_on_exactly_after_every_fault(tmp_path, warm_socket, job, num_faults):
+    with cluster_of(job, tmp_path, EVERY, warm_socket) as cluster:
+        lines = list(FaultRun(cluster, random.Random(job.stage), EVERY, limit_s=90).run(num_faults, KINDS, PHASES))
+        assert not any(line["hang"] for line in lines), (lines[-1], _logs(cluster))
+    assert len(lines) == num_faults
+    for line in lines:
+        assert line["lost_steps"] <= 2 * EVERY - 1, line
+        assert line["steps_missing"] == 0 and line["steps"], line
+        # float32, whose rounding differs with the number of ranks
+        assert line["loss_difference"] < 1e-6 and line["parameter_difference"] < 1e-7, line
+    assert summarize(lines, EVERY)["lost_with_notice"] == 0
 
 
 def _logs(cluster):

@@ -1,0 +1,95 @@
+"""The benchmark's job by the Hugging Face Trainer, and the same in one process without DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.elastic.training import CLIP, LR, make_loader, make_model, norm_of
+
+_LOG_EVERY = 3  # so that a fault comes between the steps of a mean
+
+
+def train(config: dict[str, Any] | None, num_steps: int, world_size: int, log: Callable[..., None]) -> None:
+    """Train, and log every step.
+
+    Args:
+        config: of DeepSpeed; None for one process without.
+    """
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    class Observed(Trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.step_loss = super().training_step(*args, **kwargs)
+            return self.step_loss
+
+    class Steps(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            log("built", world_size=world_size)
+            log("ready", world_size=world_size, step=state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            numbers = {"loss": float(trainer.step_loss), "parameters": norm_of(_whole_parameters(trainer, config))}
+            if state.is_world_process_zero:
+                log("step", step=state.global_step, world_size=world_size, **numbers)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if state.is_world_process_zero and logs and "loss" in logs:
+                log("log", step=state.global_step, logged=float(logs["loss"]), norm=float(logs.get("grad_norm", 0.0)))
+
+    parallelism = None
+    if world_size > 1:
+        handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+        parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=world_size, sp_handler=handler)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=num_steps,
+            per_device_train_batch_size=1,
+            max_grad_norm=CLIP,
+            learning_rate=LR,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=30,
+            deepspeed=config,
+            parallelism_config=parallelism,
+            use_cpu=config is None,
+            logging_steps=_LOG_EVERY,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = Observed(model=make_model(), args=arguments, train_dataset=make_loader().dataset, callbacks=[Steps()])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+def _whole_parameters(trainer: Any, config: dict[str, Any] | None) -> list[torch.Tensor]:
+    parameters = list(trainer.model.parameters())
+    if config is None:
+        return parameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    whole = [safe_get_full_fp32_param(parameter) for parameter in parameters]
+    return [p if w is None else w for w, p in zip(whole, parameters, strict=True)]
+
+
+def train_alone(num_steps: int) -> list[dict[str, float]]:
+    """The numbers of every step in this process; those of a log with the step that it was made at."""
+    rows: list[dict[str, float]] = []
+
+    def log(event: str, **numbers: Any) -> None:
+        if event == "step":
+            rows.append({name: numbers[name] for name in ("loss", "parameters")})
+        elif event == "log":
+            rows[-1] |= {name: numbers[name] for name in ("logged", "norm")}
+
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    train(None, num_steps, 1, log)
+    return rows
