@@ -36,7 +36,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Found:
-    """What the memory of all nodes holds."""
+    """Saves that the memory of all nodes holds."""
 
     kept: Kept | None  # the newest save whose parts are all there and undamaged
     models: dict[str, str]  # fingerprints of the models that there are saves of, whole or not, and where one of each is
