@@ -26,7 +26,7 @@ from ds_hetero.frameworks.deepspeed import names as deepspeed_names
 from ds_hetero.frameworks.deepspeed.installer import expect_no_engine
 from ds_hetero.frameworks.transformers import adapter as transformers
 from ds_hetero.frameworks.transformers import names as transformers_names
-from ds_hetero.frameworks.trl.adapter import TrlTrainers
+from ds_hetero.frameworks.trl import adapter as trl
 
 _active: tuple[Handle, Registry] | None = None
 
@@ -56,7 +56,7 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
         expect_package(names.PACKAGE, names.WORKS, names.PRIVATE_NAMES)
     expect_no_engine()
     own_worker()
-    adapters = Adapters(models=transformers, processes=accelerate, trainers=TrlTrainers(accelerate))
+    adapters = Adapters(models=transformers, processes=accelerate, trainers=trl)
     registry = Registry(ds_config, adapters)
     registry.patches.on_undo(_forget)
     process.install_excepthook(registry.patches)

@@ -287,11 +287,14 @@ class TrainerAdapter(Protocol):
     def averages_router_losses(self, trainer: object) -> bool:
         """Whether a trainer takes the mean of the routers' losses of a step's micro-batches; others add them up."""
 
-    def note_constructed(self, trainer: Any, patches: Patches, find_split: FindSplit) -> None:
+    def note_constructed(
+        self, trainer: Any, patches: Patches, find_split: FindSplit, processes: ProcessAdapter
+    ) -> None:
         """Make ready a trainer with sequence parallelism, right after ``Trainer.__init__``.
 
         Args:
             patches: takes what is replaced in its library.
+            processes: counts replicas as processes.
         """
 
 

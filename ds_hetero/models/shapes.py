@@ -2,23 +2,14 @@
 
 Shapes of layers that carry a state along the sequence: gated linear attention (gated delta rule) and Mamba-2.
 
-Read from a config.json by its keys, as `ds_hetero.models.configs` reads the rest of a model.
-
 Dimension key: N heads of the scan, K heads of its keys, D width of a key, P width of a value; a state is D x P.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from ds_hetero.common.reading import MAX_HEADS, JsonDict, JsonObject, is_whole, shortened, whole_rule
-from ds_hetero.common.text import listed
-from ds_hetero.errors import ModelError
-
-_RECURRENT, _ATTENTION, _BOTH = ("linear_attention", "mamba"), ("full_attention", "attention"), ("hybrid",)
-_DELTA_CHUNK = 64  # tokens that kernels of the delta rule compute at once
-_ATTENTION_EVERY = 4  # of Qwen3-Next and Qwen3.5, where the configuration does not say
+from ds_hetero.common.reading import JsonDict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +75,7 @@ class RecurrentLayers:
         return 2 * inside * (self.key_dim + self.head_dim) + 2 * state
 
     def to_config(self) -> JsonDict:
-        """Keys of a config.json from which `recurrent_layers_of` makes the same; the order of layers is lost."""
+        """Keys of a config.json from which `ds_hetero.models.configs` makes the same; the order of layers is lost."""
         both = self.num_layers + self.num_attention_layers - self.num_model_layers
         kinds = ["hybrid"] * both + ["linear_attention"] * (self.num_layers - both)
         kinds += ["full_attention"] * (self.num_attention_layers - both)
@@ -106,95 +97,6 @@ class RecurrentLayers:
             "mamba_d_conv": self.conv_size,
             "mamba_chunk_size": self.chunk,
         }
-
-
-def recurrent_layers_of(config: JsonObject, num_layers: int, name: str) -> RecurrentLayers | None:
-    """The recurrent layers of a model, from its configuration; None where it names none that are known.
-
-    Args:
-        config: of the decoder.
-        num_layers: of the model.
-        name: of the model, for messages.
-
-    Raises:
-        ModelError: a key is missing or wrong, or the layers are of kinds that are not known.
-    """
-    if config.get("linear_num_value_heads"):
-        heads, key_heads = _whole(config, "linear_num_value_heads", name), _whole(config, "linear_num_key_heads", name)
-        key_dim, head_dim = _whole(config, "linear_key_head_dim", name), _whole(config, "linear_value_head_dim", name)
-        conv_size, chunk, delta_rule = _whole(config, "linear_conv_kernel_dim", name, 4), _DELTA_CHUNK, True
-    elif config.get("mamba_n_heads") and config.get("mamba_d_state"):
-        heads, key_heads = _whole(config, "mamba_n_heads", name), _whole(config, "mamba_n_groups", name, 1)
-        key_dim, head_dim = _whole(config, "mamba_d_state", name), _mamba_head_dim(config, heads, name)
-        conv_size, chunk = _whole(config, "mamba_d_conv", name, 4), _whole(config, "mamba_chunk_size", name, 256)
-        delta_rule = False
-    else:
-        return None
-    if heads % key_heads:
-        raise ModelError(f"{name}: {heads} heads of the scan are not a multiple of its {key_heads} key heads.")
-    kinds = _kinds(config, num_layers, name)
-    if not any(kind in _ATTENTION + _BOTH for kind in kinds):
-        raise ModelError(
-            f"{name}: no layer has attention, whose heads a schedule cuts; such a model cannot be planned."
-        )
-    return RecurrentLayers(
-        num_layers=sum(kind in _RECURRENT + _BOTH for kind in kinds),
-        num_attention_layers=sum(kind in _ATTENTION + _BOTH for kind in kinds),
-        num_model_layers=num_layers,
-        delta_rule=delta_rule,
-        num_heads=heads,
-        num_key_heads=key_heads,
-        key_dim=key_dim,
-        head_dim=head_dim,
-        conv_size=conv_size,
-        chunk=chunk,
-    )
-
-
-def _kinds(config: JsonObject, num_layers: int, name: str) -> list[str]:
-    """The kind of every layer."""
-    given = config.get("layer_types") or config.get("layers_block_type")
-    if given is not None:
-        if not isinstance(given, (list, tuple)) or not all(isinstance(kind, str) for kind in given):
-            raise ModelError(f"{name}: layer_types must be a list of names, got {shortened(given)}.")
-        known = _RECURRENT + _ATTENTION + _BOTH
-        other = sorted(set(given) - set(known))
-        if other or len(given) != num_layers:
-            wrong = f"has {listed(other, 8)}" if other else f"names {len(given)} layers of {num_layers}"
-            raise ModelError(f"{name}: layer_types {wrong}; what can be planned are {', '.join(known)}.")
-        return list(given)
-    if config.get("model_type") == "falcon_h1":
-        return ["hybrid"] * num_layers
-    if config.get("linear_num_value_heads"):
-        every = _whole(config, "full_attention_interval", name, _ATTENTION_EVERY)
-        return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
-    places = config.get("attn_layer_indices") or ()
-    if not isinstance(places, (list, tuple)) or not all(is_whole(place, 0, num_layers - 1) for place in places):
-        last = num_layers - 1
-        raise ModelError(f"{name}: attn_layer_indices must be layers from 0 to {last}, got {shortened(places)}.")
-    return ["full_attention" if i in places else "mamba" for i in range(num_layers)]
-
-
-def _mamba_head_dim(config: JsonObject, heads: int, name: str) -> int:
-    if is_whole(config.get("mamba_d_head"), 1, 2**16):  # else "auto", or left out
-        return _whole(config, "mamba_d_head", name)
-    if config.get("mamba_d_ssm"):
-        inner = _whole(config, "mamba_d_ssm", name)
-    else:
-        inner = _whole(config, "mamba_expand", name, 2) * _whole(config, "hidden_size", name)
-    if inner % heads:
-        raise ModelError(f"{name}: mamba_n_heads={heads} does not divide the inner width {inner}.")
-    return inner // heads
-
-
-def _whole(config: JsonObject, key: str, name: str, default: int | None = None) -> int:
-    value: Any = config.get(key)
-    if value is None and default is not None:
-        return default
-    most = MAX_HEADS if "heads" in key or "groups" in key else 2**24
-    if not is_whole(value, 1, most):
-        raise ModelError(f"{name}: {key} must be {whole_rule(value, 1, most)}, got {shortened(value)}.")
-    return int(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -160,7 +160,7 @@ class EngineInstaller(Installer):
             scaling=LossScaling(prepared.model),
             monitor=self._registry.monitor_steps(prepared, engine.steps_per_print(), engine.monitor),
             prediction_check=prepared.prediction_check,
-            note_destroyed=_noting_destroyed(prepared),
+            note_destroyed=functools.partial(setattr, prepared, "is_destroyed", True),
             stage3=optimizers.stage3_checkpoints(engine),
             backwards=BackwardsOfStep(engine),
             elastic=prepared.elastic,
@@ -182,13 +182,6 @@ class EngineInstaller(Installer):
             optimizers.optimizers_in_place(config, weights, nodes),
         ):
             return self._call_stock(config, mpu=None)
-
-
-def _noting_destroyed(prepared: PreparedModel) -> Callable[[], None]:
-    def note_destroyed() -> None:
-        prepared.is_destroyed = True
-
-    return note_destroyed
 
 
 def _configuration(given: Arguments) -> DsConfig | None:

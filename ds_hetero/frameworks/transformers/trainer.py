@@ -224,7 +224,8 @@ def _noting_constructed(registry: Registry, stock: Function) -> Function:
     def init(trainer: Trainer, *args: object, **kwargs: object) -> None:
         stock(trainer, *args, **kwargs)
         if is_sharded(registry, trainer):
-            registry.adapters.trainers.note_constructed(trainer, registry.patches, registry.find_split)
+            adapters = registry.adapters
+            adapters.trainers.note_constructed(trainer, registry.patches, registry.find_split, adapters.processes)
 
     return init
 

@@ -1,4 +1,6 @@
-"""TRL's trainers that generate completions and train on them: each replica is a process to them.
+"""TRL as the engine sees it: `ds_hetero.engine.adapters.TrainerAdapter`, which this module is.
+
+Trainers that generate completions and train on them: each replica is a process to them.
 
 Their batches are lists of prompts, the same on all ranks of a replica. Every rank generates with the whole model; the
 completions of a replica's first rank are taken by all of its ranks, since unlike devices draw unlike tokens. Rewards,
@@ -15,7 +17,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -115,42 +117,28 @@ def _class_of(trainer: object) -> type | None:
 logger = logging.getLogger(__name__)
 
 
-class TrlTrainers:
-    """TRL as the engine sees it: `ds_hetero.engine.adapters.TrainerAdapter`, of one registration.
+shorter_outputs = SHORTER_OUTPUTS
+_ready: set[type] = set()  # classes of trainers whose modules count replicas
 
-    Args:
-        processes: counts replicas as processes.
-    """
 
-    shorter_outputs = SHORTER_OUTPUTS
-    needs_whole_sequences = staticmethod(needs_whole_sequences)
-    expect_known = staticmethod(expect_known)
-    averages_router_losses = staticmethod(averages_router_losses)
-
-    def __init__(self, processes: ProcessAdapter) -> None:
-        self._processes = processes
-        self._ready: set[type] = set()
-
-    def note_constructed(self, trainer: Any, patches: Patches, find_split: FindSplit) -> None:
-        """After ``Trainer.__init__`` a trainer that generates sets its seed and reads its counts."""
-        kind = generating_class(trainer)
-        if kind is None:
-            return
-        expect_known(trainer)
-        expect_tried(trainer)
-        count_replicas(trainer.args, dist.get_world_size() // trainer.get_sp_size())
-        if kind not in self._ready:
-            self._ready.add(kind)
-            self._make_ready(kind, patches.replace, find_split)
-
-    def _make_ready(self, kind: type, replace: Callable[..., None], find_split: FindSplit) -> None:
-        """Replace what counts processes in the module and in the class of a trainer."""
-        module, processes = sys.modules[kind.__module__], self._processes
-        for name in ("gather", "gather_object"):
-            replace(module, name, processes.gathered_from_replicas)
-        replace(module, "set_seed", lambda stock: _seeding_by_replica(processes, stock))
-        replace(module, "unwrap_model_for_generation", lambda stock: _generating_alike(find_split, stock))
-        replace(kind, "prediction_step", lambda stock: _as_one_process(processes, stock))
+def note_constructed(trainer: Any, patches: Patches, find_split: FindSplit, processes: ProcessAdapter) -> None:
+    """After ``Trainer.__init__`` a trainer that generates sets its seed and reads its counts."""
+    kind = generating_class(trainer)
+    if kind is None:
+        return
+    expect_known(trainer)
+    expect_tried(trainer)
+    count_replicas(trainer.args, dist.get_world_size() // trainer.get_sp_size())
+    if kind in _ready:
+        return
+    _ready.add(kind)
+    patches.on_undo(lambda: _ready.discard(kind))
+    module, replace = sys.modules[kind.__module__], patches.replace
+    for name in ("gather", "gather_object"):
+        replace(module, name, processes.gathered_from_replicas)
+    replace(module, "set_seed", lambda stock: _seeding_by_replica(processes, stock))
+    replace(module, "unwrap_model_for_generation", lambda stock: _generating_alike(find_split, stock))
+    replace(kind, "prediction_step", lambda stock: _as_one_process(processes, stock))
 
 
 def _generating_alike(find_split: FindSplit, stock: Function) -> Function:
