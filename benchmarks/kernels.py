@@ -11,6 +11,9 @@ with, for every architecture and head size, one block and many; float32, the oth
     shared       bytes of shared memory of a program, beside the largest that the card gives one
     tensor cores whether products run on them
 
+A build takes about four CPU seconds. Results are kept as they come: a run that is ended goes on where it was, as long
+as the kernels, the block sizes and Triton are the same.
+
 --quick compiles three head sizes in bfloat16 (float16 before Ampere), many blocks. Exit code 1 where a kernel does not
 compile, spills, needs more shared memory than the card has, or does not use tensor cores where it should. Without
 tensor cores, where the launcher prefers torch's operator, 128 bytes may spill. Nothing is timed.
@@ -19,13 +22,14 @@ tensor cores, where the launcher prefers torch's operator, 128 bytes may spill. 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from io import StringIO
@@ -199,16 +203,51 @@ def _row(build: Build) -> dict[str, Any]:
     return row | asdict(resources) | {"faults": resources.faults(build)}
 
 
-def run(made: Sequence[Build], processes: int) -> list[dict[str, Any]]:
-    """Compile them side by side."""
-    rows: list[dict[str, Any]] = []
+def run(
+    made: Sequence[Build], processes: int, keep: Callable[[list[dict[str, Any]]], None], rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Compile side by side what ``rows`` do not have yet; return all rows in the order of ``made``.
+
+    Args:
+        keep: is given what is there after every build.
+        rows: of an earlier run.
+    """
     os.environ.pop("TRITON_INTERPRET", None)
+    by_build = {build: row for build in made for row in rows if _is_of(row, build)}
+    missing = [build for build in made if build not in by_build]
     pool = multiprocessing.get_context("spawn").Pool(processes)
     with progress(Console(stderr=True)) as report, pool:
-        for row in pool.imap(_row, made, chunksize=4):
-            rows.append(row)
-            report(len(rows) / len(made), f"sm_{row['capability']} {row['kernel']} {row['head_dim']} {row['dtype']}")
-    return rows
+        for build, row in zip(missing, pool.imap(_row, missing, chunksize=1), strict=True):
+            by_build[build] = row
+            report(
+                len(by_build) / len(made), f"sm_{row['capability']} {row['kernel']} {row['head_dim']} {row['dtype']}"
+            )
+            keep(list(by_build.values()))
+    return [by_build[build] for build in made]
+
+
+def _is_of(row: dict[str, Any], build: Build) -> bool:
+    return all(row.get(name) == value for name, value in asdict(build).items()) and row["blocks"] == list(
+        build.blocks()
+    )
+
+
+def compiled_by() -> dict[str, str]:
+    """What the results depend on beside the builds: Triton's version and the kernels' source."""
+    import triton
+
+    from ds_hetero.runtime.attention.kernels import triton_kernels
+
+    source = Path(triton_kernels.__file__).read_bytes()
+    return {"triton": triton.__version__, "kernels": hashlib.sha256(source).hexdigest()[:16]}
+
+
+def _kept(file: Path) -> list[dict[str, Any]]:
+    """Rows of an earlier run with the same kernels."""
+    if not file.exists():
+        return []
+    earlier = json.loads(file.read_text())
+    return list(earlier["builds"]) if earlier.get("compiled_by") == compiled_by() else []
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -245,10 +284,16 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
     made = [build for build in builds(args.quick) if args.only in f"sm_{build.capability}"]
-    rows = run(made, args.processes)
     command = " ".join(["python -m benchmarks.kernels", *sys.argv[1:]])
-    result = {**header(command), "summary": summary(rows), "builds": rows}
-    if not args.quick and not args.only:
+
+    def described(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**header(command), "compiled_by": compiled_by(), "summary": summary(rows), "builds": rows}
+
+    if args.quick or args.only:
+        result = described(run(made, args.processes, lambda rows: None, []))
+    else:
+        rows = run(made, args.processes, lambda rows: write(described(rows), args.output), _kept(args.output))
+        result = described(rows)
         write(result, args.output)
     if args.json:
         print(json.dumps(result))

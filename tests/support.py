@@ -41,7 +41,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.nccl_rules.replay import violations
+from benchmarks.proof.order import violations
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -71,7 +71,7 @@ def run_ranks(
         args: passed to every rank; they and the result must pickle.
         timeout_s: a collective gives up after half of it; a rank still running at the end is killed, its stack shown.
         env: environment variables of the ranks.
-        nccl_rules: hold what the ranks post to what NCCL demands, see `tests.nccl_rules`; not where ranks fail on
+        nccl_rules: hold what the ranks post to what NCCL demands, see `benchmarks.proof.order`; not where ranks fail on
             purpose or use gloo for what NCCL cannot do.
 
     Raises:

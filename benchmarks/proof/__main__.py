@@ -5,10 +5,11 @@
     python -m benchmarks.proof --only routes heads
 
 Schedules of up to 4 ranks, 6 heads (every number of KV heads) and 8 tokens, both layouts, every window; placements of
-up to 3 documents; plans of up to 3 pipelines of 3 stages with 4 layers. The tables are those of ds_hetero.values,
-batch, sharding and planner, which the runtime reads; none is made anew here. `benchmarks.proof.families` says which
-symmetries are used. Nothing imports torch. The exit code is 1 if anything is violated; Ctrl-C prints what was checked
-until then.
+up to 3 documents; plans of up to 3 pipelines of 3 stages with 4 layers; and the messages of their steps, with those of
+1,000 plans of up to 48 ranks, as a graph of what waits for what (`benchmarks.proof.order`). The tables are those of
+ds_hetero.values, batch, sharding and planner, which the runtime reads; none is made anew here.
+`benchmarks.proof.families` says which symmetries are used. Nothing imports torch. The exit code is 1 if anything is
+violated; Ctrl-C prints what was checked until then.
 """
 
 from __future__ import annotations

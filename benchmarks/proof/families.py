@@ -18,6 +18,8 @@ from itertools import islice, permutations, product
 from typing import Any
 
 from benchmarks.proof import plans, scopes, tables
+from benchmarks.proof.chance import large_pipelines, large_replicas
+from benchmarks.proof.messages import PipelineJob, ReplicasJob
 from benchmarks.proof.scopes import Scope, cuts
 from benchmarks.proof.walk import lane_violations
 from ds_hetero.batch.ring_table import RingTable
@@ -200,14 +202,18 @@ def _pipelines(scope: Scope, first_rank: int, tokens: Sequence[Sequence[int]]) -
 
 
 def _plan_cases(scope: Scope, kind: str, which: Any) -> Iterator[Case]:
+    for plan in _plans(scope, kind, which):
+        yield str(plan.to_dict()), plans.plan_violations(plan)
+
+
+def _plans(scope: Scope, kind: str, which: Any) -> Iterator[Plan]:
     model = PlannedModel(num_layers=scope.layers, num_heads=2, num_kv_heads=2)
     if kind == "two":
         first = next(islice(_pipelines(scope, 0, ((1, 1), (1, 3))), which, None))
         for second in _pipelines(scope, 2 * scope.stages, ((2, 1),)):
             a = Pipeline(stages=first, micro_batch_size=1, micro_batches=3)
             b = Pipeline(stages=second, micro_batch_size=2, micro_batches=2)
-            plan = Plan(pipelines=(a, b), model=model, seq_len=scope.tokens)
-            yield str(plan.to_dict()), plans.plan_violations(plan)
+            yield Plan(pipelines=(a, b), model=model, seq_len=scope.tokens)
         return
     for batches in product((1, 2, 3), repeat=len(which)):
         pipelines = []
@@ -218,8 +224,7 @@ def _plan_cases(scope: Scope, kind: str, which: Any) -> Iterator[Case]:
                 for j, (start, size) in enumerate(zip(starts, sizes, strict=True))
             )
             pipelines.append(Pipeline(stages=stages, micro_batch_size=1 + i % 2, micro_batches=count))
-        plan = Plan(pipelines=tuple(pipelines), model=model, seq_len=scope.tokens)
-        yield str(plan.to_dict()), plans.plan_violations(plan)
+        yield Plan(pipelines=tuple(pipelines), model=model, seq_len=scope.tokens)
 
 
 def _batch_portions(scope: Scope) -> Iterator[tuple[Any, ...]]:
@@ -372,6 +377,66 @@ def _owner_cases(shape: tuple[int, ...]) -> Iterator[Case]:
         yield f"{old} {new}", plans.owner_move_violations(old, new)
 
 
+_LARGE = 10  # plans in a portion
+_EVERY = 3  # of placements, and of patterns of readers, one of so many has its messages ordered
+
+
+def _order_portions(scope: Scope) -> Iterator[tuple[Any, ...]]:
+    yield from (("plans", *portion) for portion in _plan_portions(scope))
+    yield from (("heads", *portion) for portion in _head_portions(scope))
+    yield from (("lanes", *portion) for portion in _document_portions(scope))
+    yield from (("routes", *portion) for portion in _route_portions(scope))
+    yield from (("large", first, min(first + _LARGE, scope.large)) for first in range(0, scope.large, _LARGE))
+
+
+def _order_cases(kind: str, *portion: Any) -> Iterator[Case]:
+    jobs = {"plans": _plan_jobs, "heads": _head_jobs, "lanes": _lane_jobs, "routes": _route_jobs, "large": _large_jobs}
+    for text, job in jobs[kind](*portion):
+        for by_order in (True, False):
+            yield f"{text}, messages meet by {'order' if by_order else 'tag'}", job.violations(by_order)
+
+
+_Job = tuple[str, PipelineJob | ReplicasJob]
+
+
+def _plan_jobs(scope: Scope, kind: str, which: Any) -> Iterator[_Job]:
+    for number, plan in enumerate(_plans(scope, kind, which)):
+        lengths = tuple((scope.tokens,) * (pipeline.micro_batches or 1) for pipeline in plan.pipelines)
+        yield (
+            str(plan.to_dict()),
+            PipelineJob(plan=plan, lengths=lengths, tied=number % 2 > 0, recompute=number % 3 > 1),
+        )
+
+
+def _head_jobs(ranks: int, num_heads: int) -> Iterator[_Job]:
+    for schedule in scopes.schedules_by_heads(ranks, num_heads):
+        placement = stream_placement(schedule, ranks, (Rows(0, 1, ((0, ranks),)),))
+        yield str(schedule.to_json()), ReplicasJob(placements=((placement,),))
+
+
+def _lane_jobs(units: int, lengths: tuple[int, ...], layout: str) -> Iterator[_Job]:
+    for placement in islice(scopes.document_placements(units, lengths, layout), 0, None, _EVERY):
+        if len(placement.lanes) > 1:  # one is a ring, of which there are enough
+            text = f"{lengths} {layout} {[(lane.members, lane.tokens) for lane in placement.lanes]}"
+            yield text, ReplicasJob(placements=((placement,),), layers=1, recompute=False)
+
+
+def _route_jobs(
+    size: int, nodes: tuple[int, ...], proxies: bool, widths: tuple[int, ...], first: int
+) -> Iterator[_Job]:
+    for pattern in range(first, min(first + _PATTERNS, 1 << (size * (size - 1))), _EVERY):
+        table = table_of_readers(size, nodes, proxies, widths, pattern)
+        job = ReplicasJob(placements=((table.placement.with_rows((Rows(0, 1, ()),)),),), layers=1, recompute=False)
+        job.tables[0][0].__dict__["_parts"] = [(table.placement, (table,))]
+        yield f"{nodes} {proxies} {widths} pattern {pattern}", job
+
+
+def _large_jobs(first: int, stop: int) -> Iterator[_Job]:
+    for seed in range(first, stop):
+        job: PipelineJob | ReplicasJob = large_replicas(seed) if seed % 2 else large_pipelines(seed)
+        yield f"large plan {seed}", job
+
+
 _SAYS = {
     "blocks": "every visible pair is in one block; keys travel if another rank reads them",
     "routes": "what is read is there, what is sent is received, gradients come home once",
@@ -385,6 +450,7 @@ _SAYS = {
     "gradients": "every contribution to a gradient arrives once; bytes are the planned ones",
     "zero": "every element of optimizer state has one place, also after a change of weights",
     "owners": "every element goes once from its old owner to its new one",
+    "order": "no call of a step waits for itself, in whatever order messages arrive",
     "remap": "remapping gives every unit its tokens, and nobody sends what he keeps",
 }
 FAMILIES = (
@@ -400,5 +466,6 @@ FAMILIES = (
     Family("gradients", _SAYS["gradients"], _gradient_portions, _gradient_cases),
     Family("zero", _SAYS["zero"], _zero_portions, _zero_cases),
     Family("owners", _SAYS["owners"], _owner_portions, _owner_cases),
+    Family("order", _SAYS["order"], _order_portions, _order_cases),
     Family("remap", _SAYS["remap"], _remap_portions, _remap_cases),
 )

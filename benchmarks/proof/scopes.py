@@ -25,10 +25,11 @@ class Scope:
     pipelines: int
     stages: int
     layers: int
+    large: int  # plans of up to 48 ranks, drawn by chance
 
 
-FULL = Scope(ranks=4, heads=6, tokens=8, documents=3, pipelines=3, stages=3, layers=4)
-QUICK = Scope(ranks=3, heads=4, tokens=5, documents=2, pipelines=2, stages=2, layers=3)
+FULL = Scope(ranks=4, heads=6, tokens=8, documents=3, pipelines=3, stages=3, layers=4, large=1000)
+QUICK = Scope(ranks=3, heads=4, tokens=5, documents=2, pipelines=2, stages=2, layers=3, large=40)
 
 
 def cuts(total: int, parts: int, least: int = 0) -> Iterator[tuple[int, ...]]:

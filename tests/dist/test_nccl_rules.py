@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.nccl_rules.events import Call, Event, Message, Wait
+from benchmarks.proof.events import Call, Event, Message, Wait
+from benchmarks.proof.order import violations
 from tests.nccl_rules.recorder import recording
-from tests.nccl_rules.replay import violations
 from tests.support import run_ranks
 
 

@@ -1,6 +1,5 @@
 """1F1B over stages that cut a micro-batch differently, against one process, with a model that treats tokens alone."""
 
-import itertools
 import random
 from dataclasses import dataclass
 
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.proof.chance import random_plan
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.runtime.pipeline.hops import make_boundary_groups
@@ -16,7 +16,6 @@ from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
 from ds_hetero.runtime.replica import ProcessGroups
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 from ds_hetero.values.plans.timetable import held_intervals
-from ds_hetero.values.schedule import Group, Schedule
 from tests.support import run_ranks
 
 WIDTH, WORDS, LAYERS = 6, 11, 5
@@ -73,42 +72,6 @@ class Model(nn.Module):
         )
 
 
-def sequence_schedule(ranks, rng):
-    tokens = tuple(rng.choice((0.0, 1.0, 3.0)) if i else 1.0 for i in range(len(ranks)))
-    group = Group(ranks=ranks, tokens=tokens, heads=(4, *[0] * (len(ranks) - 1)))
-    return Schedule(num_heads=4, num_kv_heads=4, layout=rng.choice(("contiguous", "zigzag")), groups=(group,))
-
-
-def random_plan(rng, world_size):
-    """Pipelines of random stages over ``world_size`` ranks, some of which may be idle."""
-    ranks = list(range(world_size - rng.choice((0, 0, 1))))
-    pipelines = []
-    for number in random_parts(rng, len(ranks), rng.randint(1, min(3, len(ranks)))):
-        own, ranks = ranks[:number], ranks[number:]
-        sizes = random_parts(rng, number, rng.randint(1, min(4, number, LAYERS)))
-        cuts = [0, *itertools.accumulate(random_parts(rng, LAYERS, len(sizes)))]
-        stages = []
-        for size, layers in zip(sizes, itertools.pairwise(cuts), strict=True):
-            members, own = tuple(own[:size]), own[size:]
-            inner = "one" if size == 1 else rng.choice(("tensor", "sequence")) if size in (2, 4) else "sequence"
-            schedule = sequence_schedule(members, rng) if inner == "sequence" else None
-            stages.append(Stage(ranks=members, layers=layers, inner=inner, schedule=schedule))
-        shown = [len(stages) - j + rng.choice((0, 0, 1)) for j in range(len(stages))]
-        in_flight = [max(shown[j:]) for j in range(len(stages))]
-        stages = [Stage(ranks=s.ranks, layers=s.layers, inner=s.inner, schedule=s.schedule, in_flight=n)
-                  for s, n in zip(stages, in_flight, strict=True)]  # fmt: skip
-        pipelines.append(
-            Pipeline(stages=tuple(stages), micro_batch_size=rng.randint(1, 2), micro_batches=rng.randint(1, 5))
-        )
-    model = PlannedModel(num_layers=LAYERS, num_heads=4, num_kv_heads=4)
-    return Plan(pipelines=tuple(pipelines), model=model)
-
-
-def random_parts(rng, total, number):
-    cuts = sorted(rng.sample(range(1, total), number - 1))
-    return [stop - start for start, stop in itertools.pairwise([0, *cuts, total])]
-
-
 def batches_of(plan, seed):
     """The micro-batches of every pipeline, of lengths of their own."""
     generator = torch.Generator().manual_seed(seed)
@@ -131,7 +94,7 @@ def stages_train_as_one_process(rank, world_size, seeds):
     made = ProcessGroups()
     for seed in seeds:
         rng = random.Random(seed)
-        plan, tied = random_plan(rng, world_size), rng.random() < 0.5
+        plan, tied = random_plan(rng, world_size - rng.choice((0, 0, 1)), LAYERS), rng.random() < 0.5
         loss, wanted = one_process(plan, seed, tied)
         model, place = Model(tied), plan.place_of(rank)
         groups = make_boundary_groups(plan, made)

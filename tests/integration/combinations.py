@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.dist.attention.cases import random_schedule
+from benchmarks.proof.chance import random_schedule
 from tests.integration.architectures import VOCAB
 from tests.integration.pipelines.test_pipelines import random_plan, random_plans_train_as_one_process
 from tests.integration.sweep import Outcome, make_model

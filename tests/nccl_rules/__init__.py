@@ -1,1 +1,1 @@
-"""NCCL's rules without a GPU: gloo ranks record what they post, and a replay holds it to what NCCL demands."""
+"""NCCL's rules without a GPU: what gloo ranks post is recorded, and `benchmarks.proof.order` judges it."""

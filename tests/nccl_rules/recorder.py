@@ -8,6 +8,7 @@ round together, as it does on NCCL.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.proof.events import Call, Event, Message, Wait
 from ds_hetero.runtime.attention import channel
-from tests.nccl_rules.events import Call, Event, Message, Wait
 
 _ROOT = Path(__file__).resolve().parents[2]
 _COLLECTIVES = (
@@ -62,9 +63,8 @@ def recording() -> Iterator[list[Event]]:
     replaced: list[tuple[Any, str, Any]] = []
 
     def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
-        replaced.append((owner, name, original))
-        setattr(owner, name, wrap(original))
+        replaced.append((owner, name, inspect.getattr_static(owner, name)))  # not what a lookup would make of it
+        setattr(owner, name, wrap(getattr(owner, name)))
 
     for name in _COLLECTIVES:
         if hasattr(group_type, name):

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.proof import plans, scopes, tables
+from benchmarks.proof import messages, plans, scopes, tables
 from benchmarks.proof.__main__ import check
+from benchmarks.proof.chance import large_replicas
 from benchmarks.proof.families import FAMILIES, table_of_readers
+from benchmarks.proof.messages import PipelineJob
 from benchmarks.proof.scopes import QUICK, cuts, one_lane, placement_of
 from benchmarks.proof.walk import lane_violations
 from ds_hetero.batch.ring_table import RingTable
@@ -22,8 +24,8 @@ from ds_hetero.planner.documents import UnitCosts
 from ds_hetero.planner.published.zeppelin import remap
 from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of
 from ds_hetero.values.placement import Rows, stream_placement
-from ds_hetero.values.plans import Stage
-from ds_hetero.values.plans.timetable import transfers
+from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
+from ds_hetero.values.plans.timetable import one_f_one_b, transfers
 from ds_hetero.values.schedule import LAYOUTS, Group, Schedule
 
 
@@ -256,3 +258,77 @@ def test_schedules_beyond_the_scope_hold(data):
     checks = (tables.token_violations, tables.head_violations, tables.sub_ring_violations)
     assert [text for check_ in checks for text in check_(placement)] == []
     assert list(tables.composite_violations(placement, True, data.draw(st.sampled_from((None, 3))))) == []
+
+
+# --- order of messages: planted cycles, and calls that meet others than they should ---------------------
+
+
+def _job() -> PipelineJob:
+    """Three stages, the middle one of two ranks, beside a pipeline of one stage."""
+    sequence = Stage(ranks=(1, 2), layers=(1, 2), inner="sequence", schedule=_pair(1, (1, 3)))
+    first, last = (Stage(ranks=(rank,), layers=(layer, layer + 1)) for rank, layer in ((0, 0), (3, 2)))
+    alone = Stage(ranks=(4,), layers=(0, 3))
+    pipelines = (
+        Pipeline(stages=(first, sequence, last), micro_batch_size=1, micro_batches=6),
+        Pipeline(stages=(alone,), micro_batch_size=1, micro_batches=1),
+    )
+    plan = Plan(pipelines=pipelines, model=PlannedModel(num_layers=3, num_heads=2, num_kv_heads=2))
+    return PipelineJob(plan=plan, lengths=((8,) * 6, (8,)))
+
+
+@pytest.mark.parametrize("by_order", [True, False])
+def test_a_step_without_a_planted_fault_has_no_cycle(by_order):
+    assert list(_job().violations(by_order)) == []
+    assert list(large_replicas(1).violations(by_order)) == []
+
+
+def test_both_directions_of_a_boundary_on_one_communicator_lock(monkeypatch):
+    monkeypatch.setattr(messages, "GRADIENTS", messages.ACTIVATIONS)
+    (text,) = _job().violations(True)
+    assert text.startswith("calls that wait for each other") and "on activations [0, 1, 2]" in text
+    assert list(_job().violations(False)) == []  # tags tell directions apart
+
+
+def test_messages_of_a_round_that_are_not_posted_together_lock(monkeypatch):
+    def apart(log, ranks, posted, unfinished):
+        for message, due, _ in sorted(posted, key=lambda entry: not entry.message.sends):
+            works = log.messages(ranks, "", [message])
+            unfinished += works
+            if not message.sends:
+                yield due, works
+
+    monkeypatch.setattr(messages, "_post_round", apart)
+    found = [text for seed in range(1, 24, 2) for text in large_replicas(seed).violations(True)]
+    assert any(text.startswith("calls that wait for each other") for text in found)
+
+
+def test_lanes_in_another_order_on_one_rank_meet_other_messages(monkeypatch):
+    real = messages.AttentionTables._post_rings
+
+    def reversed_on_first(self, log, rings, ranks, backward):
+        real(self, log, rings[::-1] if log.rank == 0 else rings, ranks, backward)
+
+    monkeypatch.setattr(messages.AttentionTables, "_post_rings", reversed_on_first)
+    assert any(text for seed in range(1, 24, 2) for text in large_replicas(seed).violations(True))
+
+
+def test_buckets_in_another_order_on_one_rank_meet_others(monkeypatch):
+    real = messages.Sync.__init__
+
+    def reversed_on_first(self, log, buckets):
+        real(self, log, buckets)
+        if log.rank == 0:
+            self._left.reverse()
+
+    monkeypatch.setattr(messages.Sync, "__init__", reversed_on_first)
+    (text,) = _job().violations(True)
+    assert "rank 0: all_to_all" in text
+
+
+def test_a_backward_before_the_next_stage_has_its_forward_locks(monkeypatch):
+    """The first stage lets fewer micro-batches in flight than the stages after it need."""
+    job = _job()
+    swapped = {3: 1, 2: 2, 1: 3}
+    monkeypatch.setattr(messages, "one_f_one_b", lambda in_flight, count: one_f_one_b(swapped[in_flight], count))
+    (text,) = job.violations(True)
+    assert text.startswith("calls that wait for each other")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -11,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ds_hetero.values.placement import Lane, Placement, Range, stream_placement
-from ds_hetero.values.schedule import LAYOUTS, Group, Schedule
-from ds_hetero.values.splits import share
+from benchmarks.proof.chance import random_placement, random_schedule, with_lanes_by_heads, with_nodes
+from ds_hetero.values.placement import Placement, Range, stream_placement
+from ds_hetero.values.schedule import Group, Schedule
 
 
 @dataclass
@@ -55,7 +54,9 @@ class Case:
 
 
 def random_case(seed: int, world_size: int, by_documents: bool = False) -> Case:
-    """A case of the stream, or one whose spans of documents are dealt by chance, see `random_placement`."""
+    """A case of the stream, or one whose spans of documents are dealt by chance, see
+    `benchmarks.proof.chance.random_placement`.
+    """
     rng = random.Random(seed)
     num_kv_heads = rng.choice([1, 2, 3, 4, 5])
     schedule = random_schedule(rng, world_size, num_kv_heads * rng.choice([1, 2, 3, 4]), num_kv_heads)
@@ -68,7 +69,7 @@ def random_case(seed: int, world_size: int, by_documents: bool = False) -> Case:
     documents, agreed = _documents(rng, kind, batch_size, length)
     placement = stream_placement(schedule, length)
     if by_documents:
-        placement = random_placement(random.Random(seed), schedule, documents)
+        placement = random_placement(random.Random(seed), schedule, _spans(documents))
     return Case(
         schedule=schedule,
         placement=placement,
@@ -81,48 +82,6 @@ def random_case(seed: int, world_size: int, by_documents: bool = False) -> Case:
         sinks=rng.random() < 0.25,
         documents=documents,
         agreed=agreed,
-    )
-
-
-def random_placement(rng: random.Random, schedule: Schedule, documents: Tensor, *, widest: bool = False) -> Placement:
-    """Each document in a lane of its own or with others, over units that are drawn by chance.
-
-    There are units and ranks with nothing, members of a lane without tokens of a span, and spans of one token, the
-    tokens of padding among them.
-
-    Args:
-        schedule: with the units.
-        documents: [B, L], see `Case`.
-        widest: one of the lanes is over all units.
-    """
-    units = range(schedule.ring_size)
-    members_of_lanes = [tuple(rng.sample(units, rng.randint(1, len(units)))) for _ in range(rng.randint(1, 5))]
-    if widest:
-        members_of_lanes[:1] = [tuple(rng.sample(units, len(units)))]
-    lanes = defaultdict(list)
-    for start, stop in _spans(documents):
-        members = rng.choice(members_of_lanes)
-        weights = [rng.choice([0, 0, 1, 2, 5]) for _ in members]
-        tokens = share(stop - start, weights if any(weights) else [1] * len(members))
-        lanes[members].append(((start, stop), tokens))
-    held = [0] * len(units)
-    for members, spans in lanes.items():
-        for _, tokens in spans:
-            for member, count in zip(members, tokens, strict=True):
-                held[member] += count
-    return Placement(
-        schedule=schedule,
-        length=documents.shape[1],
-        rank_tokens=_rank_tokens(rng, schedule, held),
-        lanes=tuple(
-            Lane(
-                members=members,
-                spans=tuple(span for span, _ in spans),
-                tokens=tuple(tokens for _, tokens in spans),
-                layout=rng.choice(LAYOUTS),
-            )
-            for members, spans in rng.sample(sorted(lanes.items()), len(lanes))
-        ),
     )
 
 
@@ -139,13 +98,8 @@ def routed_case(seed: int, world_size: int) -> Case:
         heads = case.schedule.num_heads
         groups = tuple(Group(ranks=(rank,), tokens=(1,), heads=(heads,)) for rank in range(world_size))
         case.schedule = replace(case.schedule, groups=groups, ring=tuple(rng.sample(range(world_size), world_size)))
-        case.placement = random_placement(rng, case.schedule, case.documents, widest=rng.random() < 0.7)
-    node = [rng.randrange(rng.choice([1, 2, 2, 3])) for _ in range(case.schedule.ring_size)]
-    lanes = [
-        replace(lane, nodes=tuple(node[unit] for unit in lane.members), proxies=rng.random() < 0.5)
-        for lane in case.placement.lanes
-    ]
-    case.placement = replace(case.placement, lanes=tuple(lanes))
+        case.placement = random_placement(rng, case.schedule, _spans(case.documents), widest=rng.random() < 0.7)
+    case.placement = with_nodes(rng, case.placement)
     return case
 
 
@@ -158,18 +112,8 @@ def case_by_heads(seed: int, nodes: int, per_node: int) -> Case:
     ranks, heads = rng.sample(range(world_size), world_size), case.schedule.num_heads
     groups = tuple(Group(ranks=(rank,), tokens=(1,), heads=(heads,)) for rank in ranks)
     case.schedule = replace(case.schedule, groups=groups, ring=tuple(range(world_size)))
-    placement = random_placement(rng, case.schedule, case.documents, widest=True)
-    node = [unit // per_node for unit in range(world_size)]
-    weights = [rng.choice([0, 1, 1, 2]) for _ in range(nodes)]
-    of_nodes = share(heads, weights if any(weights) else [1] * nodes)
-    lanes = []
-    for lane in placement.lanes:
-        if len(lane.members) == world_size and rng.random() < 0.8:
-            order = sorted(range(world_size), key=lambda index: lane.members[index])
-            tokens = tuple(tuple(of_span[index] for index in order) for of_span in lane.tokens)
-            lane = replace(lane, members=tuple(range(world_size)), tokens=tokens, nodes=tuple(node), by_heads=of_nodes)
-        lanes.append(lane)
-    case.placement = replace(placement, lanes=tuple(lanes))
+    placement = random_placement(rng, case.schedule, _spans(case.documents), widest=True)
+    case.placement = with_lanes_by_heads(rng, placement, nodes)
     return case
 
 
@@ -178,42 +122,6 @@ def _spans(documents: Tensor) -> Sequence[Range]:
     together = ((documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)).any(0)
     cuts = [0, *(i + 1 for i, joined in enumerate(together.tolist()) if not joined), documents.shape[1]]
     return list(pairwise(cuts))
-
-
-def _rank_tokens(rng: random.Random, schedule: Schedule, held: Sequence[int]) -> tuple[int, ...]:
-    tokens = {}
-    for group, count in zip(schedule.ring_groups, held, strict=True):
-        weights = [rng.choice([0, 1, 3]) for _ in group.ranks]
-        shares = share(count, weights if any(weights) else [1] * len(weights))
-        tokens |= dict(zip(group.ranks, shares, strict=True))
-    return tuple(tokens[rank] for rank in schedule.ranks)
-
-
-def random_schedule(rng: random.Random, world_size: int, num_heads: int, num_kv_heads: int) -> Schedule:
-    """Any legal schedule: groups in any order, ranks without tokens, heads, or both."""
-    ranks = rng.sample(range(world_size), world_size)
-    num_groups = rng.randint(1, world_size)
-    cuts = [0, *sorted(rng.sample(range(1, world_size), num_groups - 1)), world_size]
-    groups = []
-    for start, stop in pairwise(cuts):
-        size = stop - start
-        weights = [rng.randint(0, 4) for _ in range(size)]
-        groups.append(
-            Group(
-                ranks=tuple(ranks[start:stop]),
-                tokens=tuple(rng.choice([0, 1, 2, 3.5, 5]) for _ in range(size)),
-                heads=share(num_heads, weights if any(weights) else [1] * size),
-            )
-        )
-    if not any(group.weight for group in groups):
-        groups[0] = Group(ranks=groups[0].ranks, tokens=(1,) * len(groups[0].ranks), heads=groups[0].heads)
-    return Schedule(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        groups=tuple(groups),
-        ring=tuple(rng.sample(range(num_groups), num_groups)),
-        layout=rng.choice(LAYOUTS),
-    )
 
 
 def _documents(rng: random.Random, kind: str, batch_size: int, length: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,12 +1,12 @@
-"""What a rank did with torch.distributed, in order: the events that `recorder` writes and `replay` reads."""
+"""What a rank posts and waits for, in order: recorded of torch.distributed, or made from tables."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """A send or a receive.
 
     Args:

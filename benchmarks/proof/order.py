@@ -1,0 +1,198 @@
+"""What waits for what among the calls of all ranks, as a graph: can a step lock up, whatever arrives first?
+
+Nodes are the start and the end of every call, and every wait of a rank. What has to be over before:
+
+* a call starts after the one before it on its communicator, and after all that its rank had waited for when it posted
+  it (a CUDA stream that waits holds up what is posted behind it, as a waiting host does);
+* a collective ends once it has started on all ranks of its communicator;
+* messages that are posted together end once all have met: a send and its receive, which both have started. Nothing is
+  buffered, so that it does not depend on sizes.
+
+No call takes what comes first: the k-th message from a to b meets the k-th receive of b from a on that communicator,
+and the k-th collective of a rank those of the others. So there is one graph whatever the speed of links and ranks, and
+a step ends in every order of arrival if and only if the graph has no cycle and every call its counterparts.
+
+These are NCCL's rules where messages have the communicator of their group. For gloo, which pairs by tags, every message
+has a communicator of its ends and its tag, and is posted alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from benchmarks.proof.events import Call, Event, Message, Wait
+
+
+@dataclass(eq=False, slots=True)
+class _Posted:
+    """A call of a rank, and its two nodes."""
+
+    call: Call
+    rank: int  # global
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.call}"
+
+
+@dataclass(eq=False)
+class _Graph:
+    """Nodes are numbers.
+
+    Attributes:
+        after: by node, those that wait for it.
+        owners: by node, the call that it is the start or the end of, or that is waited for; None for a meeting.
+        missing: calls that lack a counterpart.
+    """
+
+    after: list[list[int]] = field(default_factory=list)
+    owners: list[_Posted | None] = field(default_factory=list)
+    missing: list[_Posted] = field(default_factory=list)
+
+    def node(self, owner: _Posted | None, *before: int | None) -> int:
+        number = len(self.after)
+        self.after.append([])
+        self.owners.append(owner)
+        for other in before:
+            if other is not None:
+                self.after[other].append(number)
+        return number
+
+    def stuck(self) -> list[int]:
+        """Nodes of a cycle, each of which waits for the next; empty if there is none."""
+        waits = [0] * len(self.after)
+        for successors in self.after:
+            for node in successors:
+                waits[node] += 1
+        ready = [node for node, count in enumerate(waits) if not count]
+        while ready:
+            for node in self.after[ready.pop()]:
+                waits[node] -= 1
+                if not waits[node]:
+                    ready.append(node)
+        left = {node for node, count in enumerate(waits) if count}
+        before: dict[int, int] = {}
+        for node in left:
+            before.update((later, node) for later in self.after[node] if later in left)
+        path: dict[int, None] = {}
+        at = next(iter(left), None)
+        while at is not None and at not in path:
+            path[at] = None
+            at = before[at]
+        nodes = list(path)
+        return nodes[nodes.index(at) :] if at is not None else []
+
+
+def violations(events_of_ranks: Sequence[Sequence[Event]]) -> list[str]:
+    """Return what would hang or be wrong, one text each, with the calls that do not match; empty if nothing would.
+
+    Args:
+        events_of_ranks: by global rank, everything that it posts and waits for, in order.
+    """
+    graph = _Graph()
+    collectives: dict[str, dict[int, list[_Posted]]] = defaultdict(lambda: defaultdict(list))
+    messages: dict[tuple[str, int, int], tuple[list[_Met], list[_Met]]] = defaultdict(lambda: ([], []))
+    last: list[_Posted | None] = []
+    for rank, events in enumerate(events_of_ranks):
+        last.append(_add_rank(graph, rank, events, collectives, messages))
+    wrong = [*_meet_collectives(graph, collectives), *_meet_messages(graph, messages)]
+    if wrong:
+        return wrong[:1]
+    if cycle := graph.stuck():
+        calls = dict.fromkeys(owner for node in cycle if (owner := graph.owners[node]) is not None)
+        return ["calls that wait for each other:\n  " + "\n  ".join(map(str, calls))]
+    if graph.missing:
+        alone = {posted.rank for posted in graph.missing}
+        others = [
+            f"rank {rank} makes no further call after: {'none' if posted is None else posted.call}"
+            for rank, posted in enumerate(last)
+            if rank not in alone
+        ]
+        listed = [*sorted(map(str, dict.fromkeys(graph.missing))), *others]
+        return ["calls that wait for a call that no rank makes:\n  " + "\n  ".join(listed)]
+    return []
+
+
+_Met = tuple[_Posted, Message]
+
+
+def _add_rank(
+    graph: _Graph,
+    rank: int,
+    events: Sequence[Event],
+    collectives: dict[str, dict[int, list[_Posted]]],
+    messages: dict[tuple[str, int, int], tuple[list[_Met], list[_Met]]],
+) -> _Posted | None:
+    """Add the nodes of a rank and what its own order says; return its last call."""
+    by_work: dict[int, _Posted] = {}
+    before: dict[str, int] = {}  # end of the latest call, by communicator
+    gate: int | None = None  # of all that the rank has waited for
+    posted = None
+    for event in events:
+        if isinstance(event, Wait):
+            if event.work in by_work:
+                waited = by_work.pop(event.work)
+                gate = graph.node(waited, gate, waited.end)
+            continue
+        posted = _Posted(event, rank, 0, 0)
+        posted.start = graph.node(posted, gate, before.get(event.communicator))
+        posted.end = graph.node(posted, posted.start)
+        before[event.communicator] = posted.end
+        by_work[event.work] = posted
+        if event.name:
+            collectives[event.communicator][event.rank].append(posted)
+        for message in event.messages:
+            ends = (event.rank, message.peer) if message.sends else (message.peer, event.rank)
+            messages[(event.communicator, *ends)][not message.sends].append((posted, message))
+    return posted
+
+
+def _meet_collectives(graph: _Graph, collectives: dict[str, dict[int, list[_Posted]]]) -> list[str]:
+    wrong = []
+    for by_rank in collectives.values():
+        for made in zip_longest(*by_rank.values()):
+            calls = [posted for posted in made if posted is not None]
+            first = calls[0]
+            wrong += [
+                f"the ranks of a communicator make different calls:\n  {first}\n  {other}"
+                for other in calls
+                if (other.call.name, other.call.shape) != (first.call.name, first.call.shape)
+            ]
+            if len(calls) < first.call.size:
+                graph.missing += calls
+                continue
+            wrong += _check_splits(calls)
+            meeting = graph.node(None, *(posted.start for posted in calls))
+            graph.after[meeting] += [posted.end for posted in calls]
+    return wrong
+
+
+def _check_splits(calls: Sequence[_Posted]) -> list[str]:
+    if any(posted.call.splits is None for posted in calls):
+        return []
+    for sender in calls:
+        for receiver in calls:
+            assert sender.call.splits is not None and receiver.call.splits is not None
+            sent, expected = sender.call.splits[0][receiver.call.rank], receiver.call.splits[1][sender.call.rank]
+            if sent != expected:
+                return [f"{sent} elements are sent where {expected} are expected:\n  {sender}\n  {receiver}"]
+    return []
+
+
+def _meet_messages(graph: _Graph, messages: dict[tuple[str, int, int], tuple[list[_Met], list[_Met]]]) -> list[str]:
+    wrong = []
+    for sends, receives in messages.values():
+        for (sender, sent), (receiver, received) in zip(sends, receives, strict=False):
+            if (sent.num_bytes, sent.dtype) != (received.num_bytes, received.dtype):
+                wrong.append(f"a message and its receive differ in size or type:\n  {sender}\n  {receiver}")
+            elif sent.tag != received.tag:
+                wrong.append(f"messages that meet by their order have other tags:\n  {sender}\n  {receiver}")
+            graph.after[sender.start].append(receiver.end)
+            graph.after[receiver.start].append(sender.end)
+        both = min(len(sends), len(receives))
+        graph.missing += [posted for posted, _ in (*sends[both:], *receives[both:])]
+    return wrong

@@ -1,0 +1,259 @@
+"""The calls and waits that `benchmarks.proof.messages` makes of tables are those of the runtime's modules.
+
+So what is proved of the one, that no step locks up in whatever order messages arrive, holds for the other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.proof.chance import random_plan
+from benchmarks.proof.events import Call, Event
+from benchmarks.proof.messages import (
+    FAR,
+    HEAD_DIM,
+    AttentionTables,
+    Log,
+    PipelineJob,
+    communicator_of,
+    pipeline_step,
+)
+from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
+from ds_hetero.gradient_sync.transfers import BucketTransfer
+from ds_hetero.runtime import replica as replica_module
+from ds_hetero.runtime.attention.attention import AttentionSpec, attention
+from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch, batch_layout
+from ds_hetero.runtime.attention.kernels import select
+from ds_hetero.runtime.attention.local_batch import LocalBatch
+from ds_hetero.runtime.pipeline.hops import make_boundary_groups
+from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
+from ds_hetero.values.placement import Rows, stream_placement
+from ds_hetero.values.plans import Plan, Stage
+from ds_hetero.values.plans.timetable import held_intervals
+from tests.dist.attention.cases import Case, case_by_heads, random_case, routed_case
+from tests.nccl_rules.recorder import recording
+from tests.support import run_ranks
+
+CPU = torch.device("cpu")
+_NAMES = {"alltoall_base": "all_to_all", "all_to_all_single": "all_to_all"}
+
+
+def _told(events: Sequence[Event], communicators: dict[str, str] | None = None) -> list[Any]:
+    """Events as plain values: calls by what they move and where, waits by the call, each once."""
+    told: list[Any] = []
+    numbers: dict[int, int] = {}
+    calls = 0
+    for event in events:
+        if not isinstance(event, Call):
+            if (number := numbers.pop(event.work, None)) is not None:
+                told.append(("wait", number))
+            continue
+        numbers[event.work], calls = calls, calls + 1
+        where = event.communicator if communicators is None else communicators[event.communicator]
+        messages = [(message.sends, message.peer, message.num_bytes) for message in event.messages]
+        told.append((_NAMES.get(event.name, event.name), where, event.rank, event.size, event.splits, messages))
+    return told
+
+
+def _names_of(groups: ProcessGroups) -> dict[str, str]:
+    """How `benchmarks.proof.messages` calls the groups that were made, by the recorder's names."""
+    world = dist.group.WORLD
+    assert world is not None
+    made = {
+        f"group {group.group_name}": communicator_of(*key)
+        for key, group in groups._made.items()
+        if isinstance(group, dist.ProcessGroup)
+    }
+    return made | {f"group {world.group_name}": communicator_of(range(dist.get_world_size()), "world")}
+
+
+@contextmanager
+def _as_on_nccl() -> Iterator[None]:
+    """Far messages have a group of their own, and no bucket is found to have arrived before it is waited for."""
+    with (
+        mock.patch.object(replica_module, "pairs_by_order", lambda *_: True),
+        mock.patch.object(BucketTransfer, "has_arrived", lambda transfer: transfer._work is None),
+    ):
+        yield
+
+
+def _case(kind: str, seed: int, world_size: int) -> Case:
+    if kind == "lanes by heads":
+        return case_by_heads(seed, 2, world_size // 2)
+    return routed_case(seed, world_size) if kind == "nodes" else random_case(seed, world_size, kind == "documents")
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"), [("streams", 3), ("documents", 3), ("documents", 4), ("nodes", 4), ("lanes by heads", 4)]
+)
+def test_attention_posts_the_calls_that_are_proved(kind: str, world_size: int) -> None:
+    for recorded, made in run_ranks(_attention_steps, world_size, kind, 6, nccl_rules=False):
+        assert any(len(of_case) > 4 for of_case in recorded)
+        for of_case, wanted in zip(recorded, made, strict=True):
+            assert of_case == wanted
+
+
+def _attention_steps(rank: int, kind: str, num_cases: int) -> tuple[list[Any], list[Any]]:
+    recorded, made = [], []
+    with _as_on_nccl():
+        for seed in range(num_cases):
+            case = _case(kind, 500 + seed, dist.get_world_size())
+            groups = ProcessGroups()
+            replica = make_replica(Plan.of_replicas([case.schedule]), groups)
+            with recording() as events:
+                layout = _agreed(case, replica)
+                events.clear()
+                _forward_and_backward(case, replica, layout)
+            recorded.append(_told(events, _names_of(groups)))
+            tables = AttentionTables(layout.placement, case.causal, case.window, case.head_dim)
+            log = Log(rank, by_order=True)
+            tables.post(log, backward=False)
+            tables.post(log, backward=True)
+            made.append(_told(log.events))
+    return recorded, made
+
+
+def _agreed(case: Case, replica: Replica) -> BatchLayout:
+    tokens = case.placement.tokens(replica.rank)
+    given = case.shard(replica.rank)
+    return agree_on_batch(
+        replica,
+        LocalBatch(batch_size=case.batch_size, tokens=tokens, dtype=torch.float32, placement=case.placement, **given),
+    )
+
+
+def _forward_and_backward(case: Case, replica: Replica, layout: BatchLayout) -> None:
+    q, k, v, dout, _ = case.tensors(torch.float32)
+    mine = case.placement.positions(replica.rank)
+    q, k, v = (x[:, :, mine].detach().requires_grad_() for x in (q, k, v))
+    kernel = select(CPU, torch.float32, case.head_dim, None, None)
+    spec = AttentionSpec(kernel, causal=case.causal, window=case.window)
+    attention(q, k, v, replica, layout, spec).backward(dout[:, :, mine].transpose(1, 2))
+
+
+# --- pipelines ----------------------------------------------------------------------------------------
+
+
+class _Batch:
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+        self.rows, self.length = tokens.shape
+
+
+class _Stage(nn.Module):
+    """Layers of a product, attention and a product; the first stage embeds, the last makes a loss."""
+
+    def __init__(self, job: PipelineJob, stage: Stage, replica: Replica | None) -> None:
+        super().__init__()
+        model = job.plan.model
+        assert model is not None
+        self._job, self._stage, self._replica, self._model = job, stage, replica, model
+        self.held = {name: nn.Parameter(torch.zeros(job.shapes[name])) for name in job.held(stage)}
+        self._spec = AttentionSpec(select(CPU, torch.float32, HEAD_DIM, None, None))
+
+    def forward(self, batch: _Batch, hidden: Tensor | None) -> Tensor:
+        rank, layers = dist.get_rank(), self._stage.layers
+        assert layers is not None
+        held = held_intervals(self._stage, batch.length, rank)
+        tokens = torch.cat([batch.tokens[:, start:stop] for start, stop in held] or [batch.tokens[:, :0]], dim=1)
+        x = nn.functional.embedding(tokens, self.held["embedding"]) if hidden is None else hidden
+        for layer in range(*layers):
+            if self._job.recompute:
+                x = checkpoint(self._layer, layer, x, batch, use_reentrant=False)
+            else:
+                x = self._layer(layer, x, batch)
+        if layers[1] < self._model.num_layers:
+            return x
+        head = self.held["embedding" if self._job.tied else "head"]
+        return nn.functional.linear(x, head).sum()
+
+    def _layer(self, layer: int, x: Tensor, batch: _Batch) -> Tensor:
+        heads, kv_heads = self._model.num_heads, self._model.num_kv_heads
+        qkv = nn.functional.linear(x, self.held[f"layers.{layer}.qkv"]).unflatten(2, (-1, HEAD_DIM)).transpose(1, 2)
+        q, k, v = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=1)
+        if self._replica is None:
+            out = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+        else:
+            rows = (Rows(0, batch.rows, ((0, batch.length),)),)
+            layout = batch_layout(stream_placement(self._replica.schedule, batch.length), rows)
+            out = attention(q, k, v, self._replica, layout, self._spec)
+        return x + nn.functional.linear(out.flatten(2), self.held[f"layers.{layer}.out"])
+
+
+@pytest.mark.parametrize("world_size", [3, 5])
+def test_a_pipelined_step_posts_the_calls_that_are_proved(world_size: int) -> None:
+    by_rank = run_ranks(_pipelined_steps, world_size, 6, nccl_rules=False)
+    assert max(len(of_step) for recorded, _ in by_rank for of_step in recorded) > 40
+    for recorded, made in by_rank:
+        for of_step, wanted in zip(recorded, made, strict=True):
+            assert of_step == wanted
+
+
+def _job(seed: int, world_size: int) -> PipelineJob:
+    rng = random.Random(seed)
+    plan = random_plan(rng, world_size, 4, tensor=False)
+    lengths = tuple(tuple(12 + 3 * (k % 3) for k in range(p.micro_batches or 1)) for p in plan.pipelines)
+    return PipelineJob(plan=plan, lengths=lengths, tied=rng.random() < 0.5, recompute=rng.random() < 0.5)
+
+
+def _pipelined_steps(rank: int, num_plans: int) -> tuple[list[Any], list[Any]]:
+    recorded, made = [], []
+    with _as_on_nccl():
+        for seed in range(num_plans):
+            job, groups = _job(seed, dist.get_world_size()), ProcessGroups()
+            recorded.append(_told(_pipelined_step(job, rank, groups), _names_of(groups)))
+            made.append(_told(pipeline_step(job, rank, by_order=True)))
+    return recorded, made
+
+
+def _pipelined_step(job: PipelineJob, rank: int, groups: ProcessGroups) -> list[Event]:
+    plan = job.plan
+    replicas = {stage.ranks: _replica(stage, rank, groups) for p in plan.pipelines for stage in p.stages}
+    boundaries = make_boundary_groups(plan, groups)
+    place, own = plan.place_of(rank), plan.stage_of(rank)
+    assert place is not None and own is not None
+    stage = _Stage(job, own, replicas[own.ranks])
+    layouts = pipeline_layouts(stage.held, plan)
+    assert layouts == job.layouts
+    buckets = {"bucket_bytes": job.buckets.bucket_bytes, "alignment": job.buckets.alignment}
+    sync = AsymmetricGradientSync(
+        stage.held, layouts, replicas=[p.ranks for p in plan.pipelines], groups=groups, **buckets
+    )
+    runner = PipelineRunner(neighbours_of(plan, rank, boundaries, CPU), stage, job.width, torch.float32)
+    rows = plan.pipelines[place[0]].micro_batch_size or 1
+    batches = [_Batch(torch.zeros(rows, length, dtype=torch.int64)) for length in job.lengths[place[0]]]
+    with recording() as events:
+        loss = runner.train(batches, sync.no_sync)
+        dist.all_reduce(torch.zeros(()) if loss is None else loss)
+        sync.finish()
+        sync.grad_norm()
+        sync.gather()
+    return events
+
+
+def _replica(stage: Stage, rank: int, groups: ProcessGroups) -> Replica | None:
+    """Groups as `make_replica` makes them, on every rank for every stage."""
+    if stage.schedule is None:
+        return None
+    sp_group, far_group = groups.of(stage.ranks), groups.of(stage.ranks, FAR)
+    a2a = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in stage.schedule.ring_groups]
+    if rank not in stage.ranks:
+        return None
+    return Replica(
+        plan=Plan.of_replicas([stage.schedule]),
+        rank=rank,
+        sp_group=sp_group,
+        a2a_group=a2a[stage.schedule.ring_position(rank)],
+        far_group=far_group,
+    )
