@@ -21,6 +21,7 @@ from ds_hetero.runtime.devices import default_device
 from ds_hetero.selftest.attention import check_exchange, check_kernels
 from ds_hetero.selftest.communication import check_bandwidth, check_collectives
 from ds_hetero.selftest.meeting import CallWatch, Failure, Meeting, Session, meet
+from ds_hetero.selftest.prediction import check_prediction
 from ds_hetero.selftest.ranks import check_ranks, describe_rank, nodes_of_ranks
 from ds_hetero.selftest.summary import Line, Report, merge
 from ds_hetero.selftest.training import check_training
@@ -34,6 +35,7 @@ class Options:
     """Options of the user."""
 
     quick: bool
+    measure: bool  # time steps too, and compare them with what is predicted
     limit_s: float  # seconds that a call may take
     out: Path | None  # file for the report as text
     as_json: Path | None  # file for the report as JSON
@@ -109,7 +111,8 @@ def _run_checks(state: _Run) -> None:
         ("exchange and ring", lambda: check_exchange(session)),
         ("training", lambda: check_training(session)),
         ("bandwidth", lambda: check_bandwidth(session, state.report.ranks[session.rank])),
-    )
+        ("prediction", lambda: check_prediction(session, state.report.measured)),
+    )[: None if state.options.measure else -1]
     for index, (name, check) in enumerate(checks, 1):
         watch.begin_check(2 * index)
         for line in check():

@@ -31,6 +31,7 @@ class Report:
     ranks: list[JsonObject] = field(default_factory=list)  # descriptions by rank, from `ds_hetero.selftest.ranks`
     nodes: tuple[tuple[int, ...], ...] = ()  # by node, its ranks
     lines: list[Line] = field(default_factory=list)
+    measured: JsonDict = field(default_factory=dict)  # numbers of `ds_hetero.selftest.prediction`
     seconds: float = 0.0
 
     @property
@@ -47,6 +48,7 @@ class Report:
             "seconds": round(self.seconds, 1),
             "nodes": [list(ranks) for ranks in self.nodes],
             "ranks": ranks,
+            **({"measured": self.measured} if self.measured else {}),
             "lines": [{**asdict(line), "detail": redacted(line.detail)} for line in self.lines],
         }
 

@@ -39,7 +39,7 @@ def check_training(session: Session) -> Iterator[Line]:
         expected = _train_alone(copy.deepcopy(model).to(session.device), batch, session.device)
     for stage in (3,) if session.quick else (0, 1, 2, 3):
         name = f"training step, ZeRO-{stage}"
-        with session.watch.call(name, times=_TIMES), _warnings_only():
+        with session.watch.call(name, times=_TIMES), warnings_only():
             try:
                 problem = _compare(_train_on_ranks(copy.deepcopy(model), batch, stage, session), expected)
             except HeteroError as error:  # raised on all ranks
@@ -98,7 +98,7 @@ def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str
 
 
 @contextmanager
-def _warnings_only() -> Iterator[None]:
+def warnings_only() -> Iterator[None]:
     """The announcements of a job are not for this table."""
     logger = logging.getLogger("ds_hetero")
     level, handlers, propagate = logger.level, logger.handlers[:], logger.propagate

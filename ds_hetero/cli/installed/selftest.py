@@ -29,11 +29,14 @@ _LAUNCH = (
 
 @click.command
 @click.option("--quick", is_flag=True, help="One head size and one ZeRO stage.")
+@click.option("--measure", is_flag=True, help="Train for some minutes, and compare with what is predicted.")
 @click.option("--timeout-s", type=float, default=60.0, help="Seconds that a call may take before the test ends.")
 @click.option("--out", type=FILE, help="Write the report here as text, to attach to an issue.")
 @click.option("--json", "as_json", type=FILE, help="Write the report here as JSON.")
 @click.option("--host-names", is_flag=True, help="Name hosts instead of numbering nodes.")
-def selftest(quick: bool, timeout_s: float, out: Path | None, as_json: Path | None, host_names: bool) -> None:
+def selftest(
+    quick: bool, measure: bool, timeout_s: float, out: Path | None, as_json: Path | None, host_names: bool
+) -> None:
     """Test kernels, links, collectives and a training step on the live ranks; run it under the launcher."""
     if not 1 <= timeout_s <= 3600:
         raise ConfigError(f"--timeout-s must be between 1 and 3600, got {timeout_s:g}.")
@@ -45,5 +48,8 @@ def selftest(quick: bool, timeout_s: float, out: Path | None, as_json: Path | No
 
     if "RANK" not in os.environ:
         print(_LAUNCH)
-    if not run(Options(quick=quick, limit_s=timeout_s, out=out, as_json=as_json, with_host_names=host_names)):
+    options = Options(
+        quick=quick, measure=measure, limit_s=timeout_s, out=out, as_json=as_json, with_host_names=host_names
+    )
+    if not run(options):
         raise click.exceptions.Exit(1)

@@ -1,10 +1,11 @@
-"""One optimizer step of a small model under DeepSpeed, for checks of an installation."""
+"""Optimizer steps of a model under DeepSpeed, for checks of an installation."""
 
 from __future__ import annotations
 
 import logging
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,44 @@ def train_one_step(
             weights = {name: _whole(parameter) for name, parameter in engine.module.named_parameters()}
             norm = engine.get_global_grad_norm()
             return StepOutcome(loss, None if norm is None else float(norm), weights)
+        finally:
+            engine.destroy()
+            handle.undo()
+
+
+def time_steps(
+    handle: Handle,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Mapping[str, Tensor]],
+    ds_config: DsConfig,
+) -> tuple[list[float], int | None]:
+    """Train on batches as `train_one_step` does on one.
+
+    Returns:
+        This rank's seconds of every step, and the largest number of bytes that tensors had on its device in the last
+        one; None on CPUs.
+
+    Caller: every rank of the world.
+    """
+    accelerator, seconds, peak = deepspeed.get_accelerator(), [], None
+    on_device = accelerator.device_name() != "cpu"
+    with _quiet():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(ds_config))
+        try:
+            own = handle.for_engine(engine)
+            for shard in own.dataloader(list(batches), batches="same"):
+                torch.distributed.barrier()
+                if on_device:
+                    accelerator.synchronize()
+                    accelerator.reset_peak_memory_stats()
+                begin = time.perf_counter()
+                _step(own, engine, shard)  # reads the loss, and so waits for the device
+                if on_device:
+                    accelerator.synchronize()
+                    peak = int(accelerator.max_memory_allocated())
+                seconds.append(time.perf_counter() - begin)
+            return seconds, peak
         finally:
             engine.destroy()
             handle.undo()

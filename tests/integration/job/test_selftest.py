@@ -51,6 +51,23 @@ def test_ranks_that_work_pass(world_size: int, options: list[str], tmp_path: Pat
     assert "PASS" in text and os.uname().nodename not in text
 
 
+def test_measured_steps_stand_beside_predicted_ones(tmp_path: Path) -> None:
+    """The same path as on GPUs; seconds of a shared machine mean nothing, so that only their presence is asserted."""
+    assert run_deepspeed(_selftest, 2, str(tmp_path), ["--quick", "--measure"]) == [0, 0]
+    text = (tmp_path / "report.json").read_text()
+    report = json.loads(text)
+    lines = {line["name"]: line for line in report["lines"]}
+    for name in ("plan", "ring"):
+        assert re.fullmatch(r"\S+ s predicted, \S+ measured: [+-]\d+ %", lines[f"step under {name}"]["detail"])
+        assert "not measured on CPUs" in lines[f"memory under {name}"]["detail"]
+    plan, ring = report["measured"]["steps"]
+    assert [len(group["ranks"]) for group in ring["schedule"]["groups"]] == [1, 1]
+    assert plan["measured_s"] > 0 and plan["ranks"][0]["predicted_bytes"] > 2**20
+    assert [node["name"] for node in report["measured"]["profile"]["nodes"]] == ["node 0"]
+    assert set(report["measured"]["profile"]["fit_errors"]) >= {"inside node 0", "all-to-all inside node 0"}
+    assert not re.search(rf"\b{re.escape(os.uname().nodename)}\b", text) and str(Path.home()) not in text
+
+
 def _selftest(rank: int, folder: str, options: list[str], fault: str = "") -> int:
     from ds_hetero.cli import main
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_hetero.common.reading import shortened
+from ds_hetero.common.reading import JsonObject, shortened
 from ds_hetero.decision.facts import ModelFacts
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.model.model_checks import (
@@ -152,17 +152,24 @@ VOCAB_SIZE = 97
 
 def small_llama(num_heads: int, num_kv_heads: int, max_tokens: int) -> nn.Module:
     """A Llama of two layers with heads of 16, the same weights in every process."""
+    return llama(
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 16 * num_heads,
+            "intermediate_size": 32 * num_heads,
+            "num_hidden_layers": 2,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
+            "max_position_embeddings": max_tokens,
+        }
+    )
+
+
+def llama(content: JsonObject) -> nn.Module:
+    """A Llama of this config.json, the same weights in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=16 * num_heads,
-        intermediate_size=32 * num_heads,
-        num_hidden_layers=2,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        max_position_embeddings=max_tokens,
-    )
+    config = LlamaConfig(**content)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: nn.Module = LlamaForCausalLM(config)

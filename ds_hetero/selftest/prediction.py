@@ -1,0 +1,173 @@
+"""A model large enough to keep the devices busy: seconds and memory of its steps beside what is predicted of them.
+
+The ranks are profiled as `ds-hetero profile` does it, a schedule is planned on that profile, and steps under it and
+under a ring of equal shares are timed. For information: a difference is no fault, and says how far to trust a plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+import ds_hetero
+from ds_hetero.cluster import cluster_from_dict
+from ds_hetero.common.extras import TRAINING, require
+from ds_hetero.common.reading import JsonDict
+from ds_hetero.common.text import GIB, TERA
+from ds_hetero.cost import CostModel, Workload, make_cost_model
+from ds_hetero.errors import HeteroError, PlanError
+from ds_hetero.models import model_from_config
+from ds_hetero.planner import plan, strategy
+from ds_hetero.planner.memory import stacks
+from ds_hetero.profiler.kernel_probe import profile_ranks
+from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.devices import default_dtype
+from ds_hetero.selftest.meeting import Session
+from ds_hetero.selftest.summary import Line
+from ds_hetero.selftest.training import warnings_only
+from ds_hetero.values.schedule import Schedule
+
+_TIMES = 5.0  # the limit of a call: a profile of many links, and steps of slow devices
+_WARM_UPS, _STEPS = 2, 3
+
+
+def check_prediction(session: Session, measured: JsonDict) -> Iterator[Line]:
+    """One line for the fastest attention, and two per schedule: seconds of a step, and this rank's memory.
+
+    Args:
+        measured: filled with the profile, without names of hosts, and with the numbers of the lines.
+    """
+    try:
+        require(*TRAINING, purpose="training")
+    except HeteroError as error:
+        yield Line("predicted steps", "skip", str(error))
+        return
+    setting = _Setting.of(session)
+    with session.watch.call("profiling devices and links", times=_TIMES):
+        content = profile_ranks(setting.dtype, window_s=0.03 if session.quick else 0.1, show_progress=False)
+    measured["profile"] = _without_hosts(content)
+    attention = max(map(_attention_flops_per_s, content["profile"]["samples"][session.rank]["attention"]))
+    yield Line("attention", "info", f"{attention / TERA:.3g} TFLOPS, forward and backward, at the best size")
+    model = model_from_config(setting.config, "the self-test's model")
+    cost = make_cost_model("calibrated", cluster_from_dict(content), model, setting.workload)
+    measured["steps"] = []
+    for name in ("plan", "ring"):
+        try:
+            schedule = plan(cost.cluster, model, setting.workload).schedule if name == "plan" else strategy(name, cost)
+        except PlanError as error:  # the same on all ranks
+            yield Line(f"step under {name}", "skip", str(error))
+            continue
+        with session.watch.call(f"steps under {name}", times=_TIMES), warnings_only():
+            row = _measure(setting, schedule, cost, session)
+        measured["steps"].append({"schedule": schedule.to_dict(), "name": name, **row})
+        yield _compared(f"step under {name}", "s", row["predicted_s"], row["measured_s"])
+        memory, peak = row["ranks"][session.rank], row["ranks"][session.rank]["peak_bytes"]
+        found = None if peak is None else peak / GIB
+        yield _compared(f"memory under {name}", "GiB", memory["predicted_bytes"] / GIB, found)
+
+
+def _compared(name: str, unit: str, predicted: float, measured: float | None) -> Line:
+    text = f"{predicted:.3g} {unit} predicted"
+    if measured is None:
+        return Line(name, "info", f"{text}; not measured on CPUs")
+    return Line(name, "info", f"{text}, {measured:.3g} measured: {100 * (predicted / measured - 1):+.0f} %")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setting:
+    """Model and batch: a Llama of few layers, each as wide as those of models of some billion parameters."""
+
+    dtype: torch.dtype
+    config: JsonDict
+    tokens: int  # of a sequence
+
+    @classmethod
+    def of(cls, session: Session) -> _Setting:
+        on_gpu = session.device.type == "cuda"
+        heads, head_dim = (16, 128) if on_gpu else (8, 32)
+        per_rank = (1024 if session.quick else 4096) if on_gpu else (64 if session.quick else 256)
+        tokens = per_rank * session.size
+        config = {
+            "model_type": "llama",
+            "hidden_size": heads * head_dim,
+            "intermediate_size": heads * head_dim * 11 // 4,
+            "num_hidden_layers": 4 if on_gpu else 2,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 2,
+            "vocab_size": 32_000 if on_gpu else 512,
+            "hidden_act": "silu",
+            "max_position_embeddings": tokens,
+            "use_cache": False,
+        }
+        return cls(dtype=default_dtype(session.device), config=config, tokens=tokens)
+
+    @property
+    def workload(self) -> Workload:
+        """ZeRO-1 without recomputation, the loss of all tokens at once."""
+        return Workload(
+            seq_len=self.tokens,
+            zero_stage=1,
+            activation_checkpointing=False,
+            tiled_logits=False,
+            element_bytes=self.dtype.itemsize,
+            gradient_bytes=self.dtype.itemsize,
+            optimizer_bytes=12,
+        )
+
+    @property
+    def ds_config(self) -> JsonDict:
+        """Without the schedule."""
+        precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype)
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 1},
+            **({} if precision is None else {precision: {"enabled": True}}),
+        }
+
+
+def _measure(setting: _Setting, schedule: Schedule, cost: CostModel, session: Session) -> JsonDict:
+    """Train some steps; seconds of the median step on its slowest rank, and the bytes of every rank."""
+    from ds_hetero.frameworks.deepspeed.small_job import time_steps
+    from ds_hetero.frameworks.transformers.model.facts import llama
+
+    model = llama(setting.config)
+    ids = torch.randint(
+        0, setting.config["vocab_size"], (1, setting.tokens), generator=torch.Generator().manual_seed(1)
+    )
+    ds_config = setting.ds_config | {"heterogeneity": {"schedule": schedule.to_dict(), "verify": "off"}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batch = {"input_ids": ids, "labels": copy.copy(ids)}
+    seconds, peak = time_steps(ds_hetero.register(), model, optimizer, [batch] * (_WARM_UPS + _STEPS), ds_config)
+    by_rank = on_all_ranks(lambda: (seconds[_WARM_UPS:], peak))
+    predicted = cost.predict(schedule)
+    return {
+        "predicted_s": predicted.iteration_s,
+        "measured_s": median(max(of_step) for of_step in zip(*(times for times, _ in by_rank), strict=True)),
+        "terms": predicted.to_dict()["terms"],
+        "ranks": [
+            {"predicted_bytes": stack.total - stack.reserve, "peak_bytes": peak_of_rank}
+            for stack, (_, peak_of_rank) in zip(stacks(cost, schedule), by_rank, strict=True)
+        ],
+    }
+
+
+def _attention_flops_per_s(sample: list[float]) -> float:
+    rows, keys, causal, head_dim, forward_s, backward_s = sample
+    pairs = rows * keys / (2 if causal else 1)
+    return 14 * pairs * head_dim / (forward_s + backward_s)
+
+
+def _without_hosts(content: JsonDict) -> JsonDict:
+    """A cluster file's content whose nodes are numbered, without timings and the ranks' facts."""
+    kept = {key: entry for key, entry in content.items() if key != "profile"}
+    text = json.dumps(kept | {"fit_errors": content["profile"]["fit_errors"]})
+    for number, node in enumerate(content["nodes"]):
+        name = json.dumps(node["name"])
+        text = text.replace(name, f'"node {number}"').replace(f"inside {name[1:]}", f'inside node {number}"')
+    made: JsonDict = json.loads(text)
+    return made
