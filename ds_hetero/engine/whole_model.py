@@ -383,12 +383,19 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     """Run a model inside without gradients and without dropout, and put back the modes of its parts."""
     training = [module for module in model.modules() if module.training]
     model.eval()
+    for module in training:
+        module.training = packs_in_evaluation(module)
     try:
         with torch.no_grad():
             yield
     finally:
         for module in training:
             module.training = True
+
+
+def packs_in_evaluation(module: nn.Module) -> bool:
+    """Whether a layer would put its weights into a form for inference, for good, as those of 4 bits do on CPUs."""
+    return hasattr(module, "support_avx512bf16_for_cpu")
 
 
 def _expect_no_router_loss(model: nn.Module, batch: Batch) -> None:

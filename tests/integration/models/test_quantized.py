@@ -83,6 +83,28 @@ def _model(weights: str, base: str, method: str) -> Any:
     )
 
 
+def test_a_look_at_losses_leaves_weights_of_4_bits_as_training_reads_them(weights: str) -> None:
+    """On CPUs with instructions for bf16 bitsandbytes packs them anew in evaluation, for good."""
+    assert run_deepspeed(_look, 1, weights) == [(2 * 7, True)]
+
+
+def _look(rank: int, weights: str) -> tuple[int, bool]:
+    """How many layers of 4 bits there are, and whether all weights are as before."""
+    from bitsandbytes.nn import Linear4bit
+
+    from ds_hetero.engine.whole_model import in_evaluation
+
+    model = _model(weights, "nf4", "lora")
+    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    before = [layer.weight.data.view(torch.uint8).clone() for layer in layers]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = True
+    with in_evaluation(model):
+        model(**batches(1)[0])
+    after = [layer.weight.data.view(torch.uint8) for layer in layers]
+    return len(layers), all(map(torch.equal, after, before))
+
+
 def _expected(rank: int, weights: str, base: str) -> dict[str, Any]:
     """By method: norms and trained values."""
     results = {}

@@ -20,6 +20,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from ds_hetero.engine.whole_model import packs_in_evaluation
 from ds_hetero.frameworks.transformers.model.model_checks import containers_of_experts
 from ds_hetero.runtime.data.shards import Batch, Entries
 
@@ -204,8 +205,8 @@ def traceless(model: nn.Module) -> Iterator[None]:
     devices = sorted({parameter.device.index or 0 for parameter in parameters if parameter.device.type == "cuda"})
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
         try:
-            for module, _, checkpoints in modes:
-                module.training = False
+            for module, mode, checkpoints in modes:
+                module.training = mode and packs_in_evaluation(module)
                 if checkpoints:
                     module.__dict__["gradient_checkpointing"] = False
             for module, backward, pre_backward in hooks:
