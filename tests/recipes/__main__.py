@@ -29,7 +29,7 @@ from tests.recipes.training import SHARINGS, Outcome, Trained, compare, train
 from tests.support import run_deepspeed, start_server
 
 _LONGEST_REASON = 400
-NEAR, TOLERANCE_64 = 1e-3, 1e-9
+NEAR, TOLERANCE_64 = 1e-2, 1e-9
 """What rounding may make of a job in 32 bits, and in 64."""
 
 
@@ -40,18 +40,13 @@ def outcomes_of(jobs: list[Job]) -> dict[Job, dict[str, Outcome]]:
             0
         ]
         found: dict[Job, dict[str, Outcome]] = {job: {} for job in jobs}
-        runs = [job for job, result in zip(jobs, expected, strict=True) if isinstance(result, Trained)]
-        for job, result in zip(jobs, expected, strict=True):
-            if isinstance(result, Outcome):
-                found[job] = {sharing: Outcome("not run", _last_line(result.why)) for sharing in SHARINGS}
-        right = {job: result for job, result in zip(jobs, expected, strict=True) if isinstance(result, Trained)}
-        for sharing in SHARINGS if runs else ():
+        for sharing in SHARINGS:
             by_rank = run_deepspeed(
-                train, 2, runs, sharing, env={"ACCELERATE_USE_CPU": "false"}, timeout_s=90 + 60 * len(runs)
+                train, 2, jobs, sharing, env={"ACCELERATE_USE_CPU": "false"}, timeout_s=90 + 60 * len(jobs)
             )
-            for job, *results in zip(runs, *by_rank, strict=False):
-                found[job][sharing] = _outcome(results, right[job])
-            for job in runs[len(by_rank[0]) :]:
+            for job, right, *results in zip(jobs, expected, *by_rank, strict=False):
+                found[job][sharing] = _outcome(results, right)
+            for job in jobs[len(by_rank[0]) :]:
                 found[job] = outcomes_of([job])[job]
         for job, by_sharing in found.items():
             for sharing, outcome in by_sharing.items():
@@ -78,8 +73,12 @@ def _in_64_bits(job: Job, sharing: str, rounded: Outcome) -> Outcome:
     return Outcome("exact", f"in 64 bits, to {twin.error:.1e} ({rounded.error:.1e} in 32 bits)", twin.error)
 
 
-def _outcome(results: list[Trained | Outcome], expected: Trained, tolerance: float = 1e-5) -> Outcome:
+def _outcome(results: list[Trained | Outcome], expected: Trained | Outcome, tolerance: float = 1e-5) -> Outcome:
+    """What ranks came to; where one process does not train a job, they may have refused it by name all the same."""
     ended = [result for result in results if isinstance(result, Outcome)]
+    if isinstance(expected, Outcome):
+        refused = [result for result in ended if result.kind == "refused"]
+        return refused[0] if len(refused) == len(results) else Outcome("not run", _last_line(expected.why))
     if not ended:
         return compare([result for result in results if isinstance(result, Trained)], expected, tolerance)
     alike = len(ended) == len(results) and len({result.kind for result in ended}) == 1

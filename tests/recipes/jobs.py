@@ -197,8 +197,8 @@ _OWN_HEADS = {
     "embedding": "a loss over pairs of a batch, of the framework's own",
     "reranker": "a loss of the framework's own",
     "generative_reranker": "a loss of the framework's own",
-    "prm": "its trainer of TRL is refused by name; no job is made of it",
-    "bco": "its trainer of TRL is refused by name; no job is made of it",
+    "prm": "TRL 1.16 has no trainer of it any more; those of older releases are refused by name",
+    "bco": "TRL 1.16 has no trainer of it any more; those of older releases are refused by name",
 }
 TRAINED = ("sft", "pretrain", "dpo", "orpo", "cpo", "simpo", "kto", "reward", "gkd", "classification")
 

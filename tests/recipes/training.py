@@ -140,6 +140,8 @@ def _train(job: Job, sharing: str) -> Trained | Outcome:
     except Exception as error:
         if "Sequence parallelism does not support" in str(error):  # as transformers itself says of some layers
             return Outcome("refused", f"transformers: {error}")
+        if "not supported with DeepSpeed sequence parallelism" in str(error):  # as TRL itself says of some losses
+            return Outcome("refused", f"TRL: {error}")
         return Outcome("obscure", traceback.format_exc()[-2000:])
 
 
@@ -189,7 +191,14 @@ def _config(job: Job, sharing: str, model: Any) -> dict[str, Any]:
 def _configuration(family: str, head: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return tiny_config(CONFIG_MAPPING[family], head)
+    config = tiny_config(CONFIG_MAPPING[family], head)
+    if family == "dbrx":
+        config.attn_config.clip_qkv = 8.0  # as its checkpoints have it; without, its layers fail
+    for part in (config, config.get_text_config()):
+        for name, value in vars(part).items():
+            if name.endswith("dropout") and isinstance(value, float):  # of functions; layers lose theirs in the model
+                setattr(part, name, 0.0)
+    return config
 
 
 def _plain_model(job: Job) -> Any:
@@ -200,7 +209,7 @@ def _plain_model(job: Job) -> Any:
     config = copy.deepcopy(
         _configuration(job.family, "" if job.family in ("bert", "modernbert", "xlm-roberta") else head)
     )
-    kind = "AutoModelForMultimodalLM" if job.images else "AutoModelForCausalLM"
+    kind = "AutoModelForMultimodalLM" if job.images or job.family == "mistral4" else "AutoModelForCausalLM"
     if job.method in ("reward", "classification"):
         kind, config.num_labels = "AutoModelForSequenceClassification", 1 if job.method == "reward" else 3
         config.pad_token_id = 2
@@ -226,6 +235,8 @@ def _model(job: Job) -> Any:
         from transformers import BitsAndBytesConfig
 
         dtype = torch.get_default_dtype()
+        # Gemma 3n reads the weights of these layers without calling them.
+        skipped = {"llm_int8_skip_modules": ["lm_head", r".*\.altup"]} if job.family.startswith("gemma3n") else {}
         with tempfile.TemporaryDirectory() as folder, _computing_in(_32):
             model.config.save_pretrained(folder)
             save_model(  # on every rank, each its own
@@ -233,7 +244,7 @@ def _model(job: Job) -> Any:
             )
             model = type(model).from_pretrained(
                 folder,
-                quantization_config=BitsAndBytesConfig(**_QUANTIZED[job.base]),
+                quantization_config=BitsAndBytesConfig(**_QUANTIZED[job.base], **skipped),
                 device_map={"": "cpu"},
                 dtype=torch.float32,
                 attn_implementation=model.config._attn_implementation,
@@ -242,6 +253,9 @@ def _model(job: Job) -> Any:
             if dtype == torch.float64:
                 model = model.dequantize().double()
         model = model.train()
+    if job.family == "llama4_text":
+        model.base_model_prefix = "model"  # its class has another, by which TRL takes the whole model for the decoder
+        model.config.num_experts = model.config.num_local_experts  # as TRL asks for it
     if "frozen_layers" in job.extras:
         every = list(model.parameters())
         for parameter in every[: len(every) // 2]:
@@ -267,6 +281,14 @@ def _adapted(model: Any, job: Job) -> Any:
     experts = sorted({name for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name})
     if job.targets == "experts" and experts:
         options |= {"target_modules": sorted(named & {*_ATTENTION}), "target_parameters": experts}
+    linear = {
+        name.rpartition(".")[2]: type(m).__module__ for name, m in model.named_modules() if isinstance(m, nn.Linear)
+    }
+    routers = {
+        name for name, module in linear.items() if module.startswith("transformers.")
+    }  # return more than a tensor
+    if options["target_modules"] == "all-linear" and routers | {name for name in linear if name.isdigit()}:
+        options["target_modules"] = sorted(name for name in linear.keys() - routers - {"lm_head"} if not name.isdigit())
     if {"conv1d", "out_proj"} <= {name.rpartition(".")[2] for name, _ in model.named_modules()}:  # PEFT refuses these
         options["target_modules"] = sorted(named - {"out_proj", "lm_head"})
     if job.saves:
@@ -306,6 +328,8 @@ def _train_text(job: Job, sharing: str) -> Trained | Outcome:
         include_num_input_tokens_seen="no",
         optim="adamw_torch",
         **({"neftune_noise_alpha": 5.0} if "neftune" in job.extras else {}),
+        # One process is wrapped, too; looking for unused parameters, torch does not know reentrant recomputation.
+        **({"ddp_find_unused_parameters": False} if job.recompute == "reentrant" and not sharing else {}),
         **_known(config, options),
     )
     if job.base:  # TRL makes adapters of quantized models bf16, whose rounding hides what is compared
@@ -416,6 +440,8 @@ def _kto(job: Job) -> Any:
         for i, pair in enumerate(preferences(8 * STEPS))
     ]
     made[3]["dataset"] = Dataset.from_list(rows)
+    if not job.adapter:
+        made[2]["ref_model"] = _plain_model(job)
     return made
 
 
@@ -481,7 +507,12 @@ def _train_images(job: Job, sharing: str) -> Trained | Outcome:
     if sharing == "batches":
         return Outcome("not run", "rows of a batch with images are cut by a processor's collator")
     batches = _image_batches(_plain_model(job).double())
-    model = _model(job).double()  # towers add up many products: rounding of 32 bits comes near to the tolerance
+    model = _model(job)
+    if job.base:  # packed 4-bit weights stand in 32-bit storage, which may not be cast
+        dtype = torch.get_default_dtype()
+        batches = [{name: v.to(dtype) if v.is_floating_point() else v for name, v in of.items()} for of in batches]
+    else:
+        model = model.double()  # towers add up many products: rounding of 32 bits comes near to the tolerance
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=_RATE, eps=_EPS)
     if job.recompute:
@@ -510,12 +541,16 @@ def _train_images(job: Job, sharing: str) -> Trained | Outcome:
 
 
 def _loop(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> Trained:
+    """One process; a parameter that no loss reaches has a gradient of zeros, as under ZeRO, so that AdamW decays it."""
     losses, norms = [], []
     for first, second in zip(batches[::2], batches[1::2], strict=True):
         optimizer.zero_grad()
         loss = (model(**first).loss + model(**second).loss) / 2
         loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 1.0)))
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        norms.append(float(nn.utils.clip_grad_norm_(trained, 1.0)))
         optimizer.step()
         losses.append(float(loss.detach()))
     return Trained(losses, norms, parameters(model))
