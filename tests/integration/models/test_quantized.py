@@ -94,7 +94,7 @@ def _look(rank: int, weights: str) -> tuple[int, bool]:
 
     from ds_hetero.engine.whole_model import in_evaluation
 
-    model = _model(weights, "nf4", "lora")
+    model = _model(weights, "nf4", "lora").train()
     layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
     before = [layer.weight.data.view(torch.uint8).clone() for layer in layers]
     for layer in layers:
