@@ -9,7 +9,7 @@ environment=.cache/oldest
 pip() { $environment/bin/python -m pip -qq --disable-pip-version-check "$@"; }
 if [ ! "$environment/installed" -nt setup.cfg ]; then
     pip install torch==2.13.0
-    pip install --editable '.[train]' deepspeed==0.19.8 transformers==5.6.0 accelerate==1.12.0 \
+    pip install --editable '.[train]' deepspeed==0.18.9 transformers==5.6.0 accelerate==1.12.0 \
         pytest pytest-timeout datasets hypothesis peft scipy torchdata
     touch $environment/installed
 fi

@@ -16,8 +16,7 @@ import threading
 from pathlib import Path
 
 import accelerate  # noqa: F401
-import deepspeed.module_inject.auto_ep_layer  # this and the next three are what deepspeed.initialize imports late
-import deepspeed.moe.layer
+import deepspeed.moe.layer  # this and the next two are what deepspeed.initialize imports late
 import deepspeed.ops
 import deepspeed.runtime.zero.muon.muon_optimizer
 import torchdata.stateful_dataloader  # noqa: F401
@@ -28,7 +27,8 @@ from deepspeed.accelerator import get_accelerator
 
 import ds_hetero.registration  # noqa: F401
 
-for name in (  # what other libraries import late, and the oldest releases that are tested lack in part
+for name in (  # what libraries import late, and the oldest releases that are tested lack in part
+    "deepspeed.module_inject.auto_ep_layer",
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
     "transformers.models.auto.processing_auto",

@@ -51,13 +51,20 @@ def installed_packages() -> list[Package]:
     packages: dict[str, Package] = {}
     for needed in map(Requirement, lines):
         if needed.marker is None or needed.name in (*TRAINING, *OPTIONAL):
-            try:
-                release: str | None = metadata.version(needed.name)
-            except metadata.PackageNotFoundError:
-                release = None
+            release = release_of(needed.name)
             is_tested = release is not None and needed.specifier.contains(release, prereleases=True)
             packages.setdefault(needed.name, Package(needed.name, release, str(needed.specifier), is_tested))
     return list(packages.values())
+
+
+def release_of(name: str) -> str | None:
+    """Return the installed release of a distribution; None where none is."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def untested_releases() -> dict[str, str]:

@@ -27,6 +27,7 @@ import torch
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.sequence_parallel import ulysses_sp
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 from torch import nn
 
@@ -68,7 +69,7 @@ from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine, expec
 from ds_hetero.frameworks.deepspeed.protocols import Arguments
 from ds_hetero.frameworks.deepspeed.saving import copy_script_last
 from ds_hetero.frameworks.deepspeed.ulysses import SequenceParallelState, Ulysses, size_in_configuration
-from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3
+from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3, stage12
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.job.start import World
 from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP
@@ -85,6 +86,7 @@ def install(registry: Registry) -> None:
     replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", ulysses.adapter)
     replace(deepspeed, "initialize", lambda stock: _initializing(registry, ulysses, stock))
     install_tiled_loss(registry)
+    replace(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", stage12.detaching)
     replace(deepspeed.zero.Init, "_all_gather", stage3.gathering)
     replace(deepspeed.zero.Init, "_partition_param", stage3.writing_back)
     for name in COLLECTIVES:

@@ -247,7 +247,8 @@ def scale_loss(
     with hooked.clock.phase(IDLE, "loss"):
         micro_step = 0 if whole is None else whole.micro_step(hooked.engine.global_steps)
         loss = hooked.scaling.scale(loss, divisor, micro_step)
-    result = backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+    # Divided here: DeepSpeed 0.18 divides wherever a gradient passes an output, at the loss and again at the logits.
+    result = backward(loss / divisor, retain_graph=retain_graph, scale_wrt_gas=False)
     if whole is not None:
         whole.end_batch()
     return result

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 PACKAGE = "deepspeed"
-WORKS = ">=0.19.8,<0.20"
+WORKS = ">=0.18.9,!=0.19.0,!=0.19.1,!=0.19.2,!=0.19.3,!=0.19.4,!=0.19.5,!=0.19.6,!=0.19.7,<0.20"
+"""0.18.9 is what pip takes where one below 0.19 is asked for; 0.19.5 to 0.19.7 train on other batches by accelerate."""
+WHOLE = ">=0.19.8,<0.20"
+"""Of these, releases with all that is used; what others cannot do is refused by name."""
 
 COLLECTIVES = (
     "all_gather",
@@ -76,8 +79,6 @@ _STAGE_3 = (
     "_fp32_state_allgather",
     "_get_fp32_grad_state_partition",
     "_get_norm_groups",
-    "_get_param_partition_group",
-    "_get_param_partition_rank",
     "_rigid_state_dict",
     "_set_fp32_optimizer_param_groups",
     "clear_backward_seen_flag",

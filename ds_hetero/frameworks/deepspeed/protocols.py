@@ -52,7 +52,6 @@ class Engine(Protocol):
 
     _config: BatchSizes
     checkpoint_engine: CheckpointEngine
-    checkpoint_mp_rank: int
     dp_world_size: int
     global_samples: int
     global_steps: int
@@ -138,6 +137,7 @@ class ZeroParameter(Protocol):
     ds_status: object
     ds_tensor: ZeroShard
     all_gather_coalesced: Any
+    partition_numel: Any
 
     def all_gather(self) -> object:
         """Make it whole."""

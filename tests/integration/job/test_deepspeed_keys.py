@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ds_hetero.frameworks.deepspeed.keys import KEYS, expect_supported_keys, key_of, unknown_keys
+from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.deepspeed import keys
+from ds_hetero.frameworks.deepspeed.keys import FAULTS, KEYS, expect_supported_keys, key_of, unknown_keys
 from tests.integration.tiny import UNEVEN_2, assert_same_parameters, batches, ds_config, llama, parameters
 from tests.support import run_deepspeed
 
@@ -224,6 +227,24 @@ def test_a_key_that_nobody_knows_is_named_with_what_it_may_mean() -> None:
         '"gradient_cliping" (do you mean "gradient_clipping"?)',
         '"zero_optimization.brand_new"',
     ]
+    expect_supported_keys(config)
+
+
+@pytest.mark.parametrize("why", FAULTS)
+def test_what_an_older_release_computes_wrongly_is_refused_there_alone(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config: dict[str, Any] = {"heterogeneity": {}}
+    for path, values in FAULTS[why].items():
+        part = config
+        *sections, name = path.split(".")
+        for section in sections:
+            part = part.setdefault(section, {})
+        part[name] = values[0]
+    monkeypatch.setattr(keys, "release_of", lambda name: "0.18.9")
+    with pytest.raises(ConfigError, match=re.escape(f"with DeepSpeed 0.18.9 {why}. Install deepspeed>=0.19.8,<0.20")):
+        expect_supported_keys(config)
+    monkeypatch.setattr(keys, "release_of", lambda name: "0.19.8")
     expect_supported_keys(config)
 
 

@@ -24,7 +24,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import deepspeed.runtime.superoffload.superoffload_stage3  # noqa: F401  see make_stage3_optimizer
+import deepspeed.runtime.superoffload.superoffload_stage3  # see make_stage3_optimizer
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -37,6 +37,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import set_z3_leaf_module
+from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -44,6 +45,7 @@ from ds_hetero.engine.ds_config import DsConfig
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError, ConfigError, StepError
 from ds_hetero.frameworks.deepspeed.in_memory import read_part
+from ds_hetero.frameworks.deepspeed.names import WHOLE
 from ds_hetero.frameworks.deepspeed.protocols import State, ZeroParameter
 from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes, chunks, exchange
 from ds_hetero.sharding.zero_partition import FlatGroup, Move, cut_as_deepspeed, cut_parameter, is_even, moves
@@ -107,8 +109,23 @@ def recut(
         shard.status, shard.final_location = equal.status, equal.final_location
         param.ds_tensor = shard
         param.ds_numel_aligned = cut_of(param).total
+        param.partition_numel = functools.partial(_shard_size, param)
         param.all_gather_coalesced = functools.partial(_gather, one_by_one=one_by_one)
         param.partition()
+
+
+class _ShardSize(int):
+    """Elements of a shard, also in the one place where DeepSpeed multiplies them by the rank to find the shard's start.
+
+    It skips the gradients of shards that are padding alone; with start 0 those are zeros that are copied.
+    """
+
+    def __mul__(self, rank: int) -> int:
+        return 0
+
+
+def _shard_size(param: ZeroParameter) -> int:
+    return _ShardSize(param.ds_tensor.ds_numel)
 
 
 def shard_of(param: ZeroParameter, full: Tensor) -> Tensor:
@@ -313,6 +330,7 @@ def check_nodes(ds_config: DsConfig) -> None:
     """
     zero = get_zero_config(ds_config)
     refused = {
+        f"DeepSpeed {deepspeed.__version__} (it needs {WHOLE})": deepspeed.__version__ not in SpecifierSet(WHOLE),
         f"ZeRO stage {int(zero.stage)}": zero.stage != 3,
         "offload_optimizer": zero.offload_optimizer is not None,
         "offload_param": zero.offload_param is not None,
@@ -336,16 +354,6 @@ def make_stage3_optimizer(
     if nodes is None and is_even(weights) and not any(map(is_weighted, module.parameters())):
         return DeepSpeedZeroOptimizer_Stage3(module, *args, **kwargs)
     return WeightedZeroOptimizer3(module, *args, weights=weights, nodes=nodes, **kwargs)
-
-
-class _Start:
-    """A rank in the one place where DeepSpeed uses it: multiplied by the size of its shard it is the shard's start."""
-
-    def __init__(self, start: int) -> None:
-        self._start = start
-
-    def __rmul__(self, shard_size: int) -> int:
-        return self._start
 
 
 class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
@@ -394,9 +402,6 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
 
     def _get_param_partition_group(self, param: ZeroParameter) -> ProcessGroup:
         return owning_group(param)
-
-    def _get_param_partition_rank(self, param: ZeroParameter) -> _Start:
-        return _Start(cut_of(param).cuts[dist.get_rank(group=owning_group(param))])
 
     # --- gradients -------------------------------------------------------------------------------------
 
@@ -502,7 +507,9 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return state_dict
 
     def load_hp_checkpoint_state(self, folder: str, key: str, param: Any = None) -> Tensor:
-        """This rank's shard of one state of one parameter in a universal checkpoint."""
+        """This rank's shard of one state of a parameter in a universal checkpoint, whose folder has its name."""
+        if param is None:  # DeepSpeed 0.18
+            param = next(param for param, name in self.param_names.items() if name == os.path.basename(folder))
         saved = torch.load(os.path.join(folder, f"{key}.pt"), weights_only=False)
         state = saved[PARAM] if isinstance(saved, Mapping) else saved
         return shard_of(param, state)

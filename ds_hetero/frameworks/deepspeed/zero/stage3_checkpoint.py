@@ -154,7 +154,7 @@ def examine_files(engine: Engine, load_dir: str, tag: str) -> Saved:
 def _optimizer_file(engine: Engine, load_dir: str, tag: str, rank: int) -> str:
     """The name has a prefix by the type that the model was trained in."""
     names = [
-        str(engine._get_rank_zero_ckpt_name(load_dir, tag, engine.checkpoint_mp_rank, rank, bf16_mode=bf16))
+        str(engine._get_rank_zero_ckpt_name(load_dir, tag, 0, rank, bf16_mode=bf16))
         for bf16 in (engine.bfloat16_enabled(), not engine.bfloat16_enabled())
     ]
     return next((name for name in names if os.path.exists(name)), names[0])
