@@ -341,7 +341,7 @@ def unknown_keys(ds_config: DsConfig) -> list[str]:
 
 
 def _faults(ds_config: DsConfig) -> list[str]:
-    """What the installed release computes wrongly of what is asked for, a line each."""
+    """List what the installed release computes wrongly of what is asked for."""
     release = release_of(PACKAGE)
     if release is None or release in SpecifierSet(WHOLE):
         return []
