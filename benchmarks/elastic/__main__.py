@@ -34,6 +34,7 @@ class Job(NamedTuple):
     workers: list[int]  # by node
     has_network: bool = False  # of its own; then fewer than half of the ranks wait, else any number goes on
     by_trainer: bool = False
+    is_frozen: bool = False  # most of its parameters
 
 
 JOBS = (
@@ -48,6 +49,7 @@ JOBS = (
     Job(3, [3, 3]),
     Job(1, [1, 1, 1], by_trainer=True),
     Job(3, [2, 1], by_trainer=True),
+    Job(3, [1, 1, 1], is_frozen=True),
 )
 
 
@@ -102,7 +104,13 @@ def run_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def cluster_of(job: Job, folder: Path, every: int, socket: Path | None) -> Iterator[Cluster]:
     """The nodes of a job while it is needed; ``socket`` is that of a warm server for jobs without a network."""
-    arguments = ["--stage", str(job.stage), "--every", str(every), *(["--trainer"] if job.by_trainer else [])]
+    arguments = [
+        "--stage",
+        str(job.stage),
+        "--every",
+        str(every),
+    ]
+    arguments += [*(["--trainer"] if job.by_trainer else []), *(["--frozen"] if job.is_frozen else [])]
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(network_of(len(job.workers))) if job.has_network else None
         cluster = Cluster(folder, job.workers, arguments, socket, network, keeps_majority=job.has_network)

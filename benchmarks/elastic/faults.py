@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -163,8 +164,9 @@ class FaultRun:
             before = max((event["step"] for event in steps if event["time"] < ready[-1]["time"]), default=0)
             lost = max(0, before - ready[-1]["step"])
         if len(self._reference) < _last_step(events):
-            alone = train_by_trainer if "--trainer" in self._cluster.arguments else train_alone
-            self._reference = alone(_last_step(events) + 200)
+            given, num_steps = self._cluster.arguments, _last_step(events) + 200
+            by_loop = functools.partial(train_alone, is_frozen="--frozen" in given)
+            self._reference = (train_by_trainer if "--trainer" in given else by_loop)(num_steps)
         after, self._num_judged = steps[self._num_judged :], len(steps)
         # A step that was saved, and killed before it was logged, is seen in the next one's numbers.
         saved = {event["step"] for event in events if event["event"] == "ready"}

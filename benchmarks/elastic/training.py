@@ -18,12 +18,16 @@ LR, CLIP, SAMPLES = 1e-4, 1.0, 40
 SPEEDS = (4.0, 3.0, 2.0, 1.0, 1.0, 1.0)  # of ranks; emulated in the plan alone
 
 
-def make_model() -> Any:
-    """Two layers of Llama with dropout of nothing, the same weights everywhere."""
+def make_model(*, is_frozen: bool = False) -> Any:
+    """Two layers of Llama with dropout of nothing, the same weights everywhere.
+
+    Args:
+        is_frozen: whether the projections of queries and values alone are trained, as adapters would be.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(
+    model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
             hidden_size=48,
@@ -35,6 +39,9 @@ def make_model() -> Any:
             attn_implementation="sdpa",
         )
     )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not is_frozen or "q_proj" in name or "v_proj" in name)
+    return model
 
 
 def make_loader() -> Any:
@@ -55,10 +62,10 @@ def make_scheduler(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
 
 
-def train_alone(num_steps: int) -> list[dict[str, float]]:
+def train_alone(num_steps: int, *, is_frozen: bool = False) -> list[dict[str, float]]:
     """Loss, gradient norm and parameter norm of every step, in this process."""
-    model, rows = make_model(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    model, rows = make_model(is_frozen=is_frozen), []
+    optimizer = torch.optim.AdamW(trained(model), lr=LR)
     scheduler, loader = make_scheduler(optimizer), make_loader()
     while len(rows) < num_steps:
         for batch in loader:
@@ -68,8 +75,13 @@ def train_alone(num_steps: int) -> list[dict[str, float]]:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            rows.append({"loss": loss.item(), "norm": norm.item(), "parameters": norm_of(list(model.parameters()))})
+            rows.append({"loss": loss.item(), "norm": norm.item(), "parameters": norm_of(trained(model))})
     return rows[:num_steps]
+
+
+def trained(model: Any) -> list[nn.Parameter]:
+    """The parameters that are trained."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def norm_of(parameters: list[Tensor]) -> float:
@@ -77,7 +89,7 @@ def norm_of(parameters: list[Tensor]) -> float:
     return math.sqrt(sum(float(parameter.detach().double().square().sum()) for parameter in parameters))
 
 
-def _section(world_size: int, every_steps: int) -> dict[str, Any]:
+def _section(world_size: int, stage: int, every_steps: int) -> dict[str, Any]:
     nodes = [
         {"name": f"n{i}", "device": f"d{i}", "count": 1, "link": {"bandwidth_gb_per_s": 1000, "latency_us": 1}}
         for i in range(world_size)
@@ -94,7 +106,7 @@ def _section(world_size: int, every_steps: int) -> dict[str, Any]:
     return {
         "cluster": {"nodes": nodes, "network": network, "devices": devices},
         "seq_len": LENGTH,
-        "zero_partition": list(SPEEDS[:world_size]),
+        **({"zero_partition": list(SPEEDS[:world_size])} if stage else {}),
         "verify": "off",
         "elastic": {"every_steps": every_steps},
     }
@@ -107,7 +119,7 @@ def _configuration(options: argparse.Namespace, world_size: int) -> dict[str, An
         "zero_optimization": {"stage": options.stage},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        "heterogeneity": _section(world_size, options.every),
+        "heterogeneity": _section(world_size, options.stage, options.every),
     }
 
 
@@ -131,6 +143,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10**9)
+    parser.add_argument("--frozen", action="store_true", help="most parameters are not trained")
     parser.add_argument("--trainer", action="store_true", help="by the HF Trainer, not by a loop of one's own")
     parser.add_argument("--pause-s", type=float, default=0.05)
     parser.add_argument("--local_rank", type=int)
@@ -152,8 +165,8 @@ def main() -> None:
 
         train(_configuration(options, world_size), options.steps, world_size, log)
         return
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    model = make_model(is_frozen=options.frozen)
+    optimizer = torch.optim.AdamW(trained(model), lr=LR)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -176,8 +189,9 @@ def _train(handle: Any, engine: Any, loader: Any, options: argparse.Namespace, l
             loss = handle.loss(engine(**batch), batch)
             engine.backward(loss)
             engine.step()
-            whole = [safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
-            whole = [p if w is None else w for w, p in zip(whole, engine.module.parameters(), strict=True)]
+            parameters = trained(engine.module)
+            whole = [safe_get_full_fp32_param(parameter) for parameter in parameters]
+            whole = [p if w is None else w for w, p in zip(whole, parameters, strict=True)]
             if dist.get_rank() == 0:
                 numbers = {"loss": loss.item(), "norm": float(engine.get_global_grad_norm())}
                 size = dist.get_world_size()

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -55,6 +56,7 @@ _CONNECT_TIMEOUT_S = 3.0
 _PATIENCE_S = 3.0  # with a keeper that cannot be reached, before the next one is tried
 _GIVE_UP_S = 120.0
 _ALIVE_S = 1.0
+_BUSY_TIMES = 10  # a worker that loads, compiles or gets no share of its machine may say nothing for so much longer
 
 
 class KeeperRendezvous(RendezvousHandler):
@@ -283,15 +285,23 @@ class KeeperRendezvous(RendezvousHandler):
             self._end_silent_workers()
 
     def _end_silent_workers(self) -> None:
-        """Kill workers that have not said for long that they live, as stopped ones."""
+        """Kill workers that have not said for long that they live; those that are not stopped may just be busy."""
         most_s = float(os.environ.get(place_of.SILENCE, "30"))
         for path in self._place.folder.glob(f"beat-{self._agent}-*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 silent_s = time.time() - path.stat().st_mtime
                 beat = self._place.read(path.name)
-                if beat is not None and silent_s > most_s and beat["round"] == self._round["number"]:
+                if beat is None or silent_s <= most_s or beat["round"] != self._round["number"]:
+                    continue
+                pid = int(beat["pid"])
+                if _is_stopped(pid) or silent_s > _BUSY_TIMES * most_s:
                     path.unlink()
-                    os.kill(int(beat["pid"]), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal or a debugger."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:

@@ -1,3 +1,7 @@
+import os
+import signal
+import subprocess
+import time
 from importlib import import_module
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -6,6 +10,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from ds_hetero.elastic.node import rendezvous
+from ds_hetero.elastic.node.wire import NodePlace
 from ds_hetero.errors import ConfigError
 
 
@@ -34,3 +39,24 @@ def test_an_endpoint_that_nobody_could_reach_is_refused(endpoint, tmp_path, monk
     monkeypatch.setenv("DS_HETERO_ELASTIC_SHM", str(tmp_path))
     with pytest.raises(ConfigError, match="--rdzv-endpoint must be HOST:PORT"):
         rendezvous.create_handler(RendezvousParameters("ds_hetero", endpoint, "job", 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("is_stopped", "silent_s", "is_killed"), [(True, 9, True), (False, 9, False), (False, 60, True)]
+)
+def test_a_worker_that_runs_may_be_silent_for_longer_than_one_that_is_stopped(
+    is_stopped, silent_s, is_killed, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("DS_HETERO_ELASTIC_SILENCE_S", "5")
+    place = NodePlace(job="job", node="n", folder=tmp_path)
+    handler = rendezvous.KeeperRendezvous(place, "n-0", ("127.0.0.1", 1), "127.0.0.1", {}, "ds_hetero")
+    with subprocess.Popen(["sleep", "60"]) as worker:
+        if is_stopped:
+            worker.send_signal(signal.SIGSTOP)
+        place.write("beat-n-0-0.json", {"pid": worker.pid, "round": 0})
+        os.utime(tmp_path / "beat-n-0-0.json", (0, time.time() - silent_s))
+        handler._end_silent_workers()
+        if not is_killed:
+            assert worker.poll() is None
+            worker.kill()
+        assert worker.wait(5) == -signal.SIGKILL
