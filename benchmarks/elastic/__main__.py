@@ -92,7 +92,7 @@ def run_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for number, job, share in zip(options.jobs, jobs, shares, strict=True):
             folder = Path(options.logs or root) / f"job{number}"
             folder.mkdir(parents=True)
-            with cluster_of(job, folder, options.every, socket) as cluster:
+            with cluster_of(job, folder, options.every, socket, options.pause_s) as cluster:
                 for line in FaultRun(cluster, draw, options.every, options.limit_s).run(
                     share, options.kinds, options.phases
                 ):
@@ -102,14 +102,9 @@ def run_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def cluster_of(job: Job, folder: Path, every: int, socket: Path | None) -> Iterator[Cluster]:
+def cluster_of(job: Job, folder: Path, every: int, socket: Path | None, pause_s: float = 0.05) -> Iterator[Cluster]:
     """The nodes of a job while it is needed; ``socket`` is that of a warm server for jobs without a network."""
-    arguments = [
-        "--stage",
-        str(job.stage),
-        "--every",
-        str(every),
-    ]
+    arguments = ["--stage", str(job.stage), "--every", str(every), "--pause-s", str(pause_s)]
     arguments += [*(["--trainer"] if job.by_trainer else []), *(["--frozen"] if job.is_frozen else [])]
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(network_of(len(job.workers))) if job.has_network else None
@@ -129,6 +124,7 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=lambda text: [int(one) for one in text.split(",")], default=list(range(len(JOBS)))
     )
+    parser.add_argument("--pause-s", type=float, default=0.05, help="after each step")
     parser.add_argument("--limit-s", type=float, default=120.0)
     parser.add_argument("--time-s", type=float, default=36_000.0, help="after which no further fault is given")
     parser.add_argument("--logs", type=Path, help="keep the logs of all processes there")

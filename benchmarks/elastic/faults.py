@@ -70,7 +70,7 @@ class FaultRun:
     def start(self) -> bool:
         """Start all nodes; whether they train."""
         self._cluster.start()
-        return self._cluster.wait_for(lambda events: _last_step(events) >= 2, _START_LIMIT_S)
+        return self._cluster.wait_for(lambda events: _last_step(events) >= 2, max(_START_LIMIT_S, self._limit_s))
 
     def _choose(self, kinds: tuple[str, ...], phases: tuple[str, ...]) -> Fault:
         nodes, draw = self._cluster.nodes, self._draw

@@ -92,7 +92,7 @@ class Node:
         command += ["--join", others[0].address] if others and self.number else []
         with (cluster.folder / f"{self.name}.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [*command, str(_SCRIPT), "--log", str(cluster.log), *cluster.arguments],
+                [*command, str(_SCRIPT), "--events", str(cluster.log), *cluster.arguments],
                 env=cluster.environment,
                 cwd=_REPOSITORY,
                 stdout=log,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +15,14 @@ from benchmarks.elastic.training import CLIP, LR, make_loader, make_model, norm_
 _LOG_EVERY = 3  # so that a fault comes between the steps of a mean
 
 
-def train(config: dict[str, Any] | None, num_steps: int, world_size: int, log: Callable[..., None]) -> None:
+def train(
+    config: dict[str, Any] | None, num_steps: int, world_size: int, log: Callable[..., None], pause_s: float = 0.0
+) -> None:
     """Train, and log every step.
 
     Args:
         config: of DeepSpeed; None for one process without.
+        pause_s: after each step.
     """
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -38,6 +42,7 @@ def train(config: dict[str, Any] | None, num_steps: int, world_size: int, log: C
             numbers = {"loss": float(trainer.step_loss), "parameters": norm_of(_whole_parameters(trainer, config))}
             if state.is_world_process_zero:
                 log("step", step=state.global_step, world_size=world_size, **numbers)
+            time.sleep(pause_s)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if state.is_world_process_zero and logs and "loss" in logs:

@@ -139,7 +139,7 @@ class _Log:
 def main() -> None:
     """One rank of the job."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--events", type=Path, required=True)
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10**9)
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=0.05)
     parser.add_argument("--local_rank", type=int)
     options = parser.parse_args()
-    log = _Log(options.log)
+    log = _Log(options.events)
     log("spawn")
     import deepspeed
     import torch.distributed as dist
@@ -163,7 +163,7 @@ def main() -> None:
     if options.trainer:
         from benchmarks.elastic.trainer import train
 
-        train(_configuration(options, world_size), options.steps, world_size, log)
+        train(_configuration(options, world_size), options.steps, world_size, log, options.pause_s)
         return
     model = make_model(is_frozen=options.frozen)
     optimizer = torch.optim.AdamW(trained(model), lr=LR)
@@ -193,7 +193,8 @@ def _train(handle: Any, engine: Any, loader: Any, options: argparse.Namespace, l
             whole = [safe_get_full_fp32_param(parameter) for parameter in parameters]
             whole = [p if w is None else w for w, p in zip(whole, parameters, strict=True)]
             if dist.get_rank() == 0:
-                numbers = {"loss": loss.item(), "norm": float(engine.get_global_grad_norm())}
+                norm = engine.get_global_grad_norm()
+                numbers = {"loss": loss.item(), **({} if norm is None else {"norm": float(norm)})}
                 size = dist.get_world_size()
                 log("step", step=engine.global_steps, world_size=size, **numbers, parameters=norm_of(whole))
             time.sleep(options.pause_s)

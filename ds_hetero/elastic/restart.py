@@ -112,11 +112,12 @@ def _get_parts(
 ) -> _Parts | None:
     """Bring every part to this node; None where one of them is damaged everywhere."""
     found, fetched = [], 0
+    step = _header_of(nodes, next(iter(places.values()))).save.step
     for rank, of_rank in places.items():
         own = [name for node, name in of_rank if node == worker.place.node]
         path = next((p for name in own if _is_sound(p := worker.place.folder / name)), None)
         if path is None:
-            path = worker.place.folder / f"got-{rank}{SUFFIX}"
+            path = worker.place.folder / f"got-{step}-{rank}{SUFFIX}"
             with _alone(worker.place.folder / f".got-{rank}"):
                 if not _is_part(path, nodes, of_rank):
                     fetched += _fetch(worker, nodes, of_rank, path)
@@ -134,10 +135,14 @@ def _is_sound(path: Path) -> bool:
 
 def _is_part(path: Path, nodes: dict[str, _NodeHoldings], places: list[tuple[str, str]]) -> bool:
     """Whether another worker of this node has fetched it already."""
-    node, name = places[0]
-    wanted = dict(nodes[node].segments)[name]
+    wanted = _header_of(nodes, places)
     header = read_header(path)
     return header is not None and (header.save, header.rank) == (wanted.save, wanted.rank)
+
+
+def _header_of(nodes: dict[str, _NodeHoldings], places: list[tuple[str, str]]) -> Header:
+    node, name = places[0]
+    return dict(nodes[node].segments)[name]
 
 
 def _fetch(worker: Worker, nodes: dict[str, _NodeHoldings], places: list[tuple[str, str]], path: Path) -> int:

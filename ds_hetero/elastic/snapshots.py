@@ -9,7 +9,6 @@ A copy that is under way when the next save is due is waited for, so at most 2k 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hetero.elastic.content import Content
+from ds_hetero.elastic.pace import Pace
 from ds_hetero.elastic.segments import (
     SLOTS,
     SUFFIX,
@@ -95,9 +95,9 @@ class Snapshots:
         self._is_copied.set()
         self._done_step = self.committed_step = -1
         self._leaving: str | None = None  # why all ranks end
-        self._cost_s = 0.0  # of the latest save, from its capture to its last copy
+        self._pace = Pace()
         self._last_step_s: float | None = None
-        self._step_s = 0.0
+        self._is_busy = False  # whether a save was under way when the latest step began
         self.times: dict[str, float] = {}
 
     def _path(self, slot: str) -> Path:
@@ -114,15 +114,12 @@ class Snapshots:
         Collectives: one all_reduce of four integers; `on_all_ranks` at the first save.
         """
         self._worker.step = step
-        now_s = time.perf_counter()
-        if self._last_step_s is not None:
-            self._step_s = now_s - self._last_step_s
         is_due = step % (self.every_steps or _FIRST_EVERY) == 0
         if is_due or self._worker.has_notice:
             self._wait_for_thread()
         newcomers = self._newcomers() if is_due and self._rank == 0 else []
         leaving, joining, minus_done, needed = self._agree(
-            int(self._worker.has_notice), int(bool(newcomers)), -self._done_step, self._needed_steps()
+            int(self._worker.has_notice), int(bool(newcomers)), -self._done_step, self._pace.needed_steps()
         )
         if is_due:
             self._commit(-minus_done)
@@ -132,16 +129,16 @@ class Snapshots:
             self._save(step)
         if leaving or joining:
             self._leaving = "notice" if leaving else f"{', '.join(newcomers) or 'somebody'} joins"
-        self._last_step_s = time.perf_counter()
+        now_s = time.perf_counter()
+        is_under_way = self._thread is not None and self._thread.is_alive()
+        if self._last_step_s is not None:
+            self._pace.add_step(now_s - self._last_step_s, is_busy=self._is_busy or is_under_way or is_due)
+        self._last_step_s, self._is_busy = now_s, is_under_way
 
     def _agree(self, *numbers: int) -> list[int]:
         agreed = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
         return [int(number) for number in agreed.tolist()]
-
-    def _needed_steps(self) -> int:
-        """Steps that last as long as a save."""
-        return max(1, math.ceil(self._cost_s / self._step_s)) if self._step_s > 0 else 1
 
     def _newcomers(self) -> list[str]:
         try:
@@ -165,8 +162,9 @@ class Snapshots:
         if is_first:
             self._say("commit", step=step, every_steps=self.every_steps, targets=[p.node for p in self._targets or []])
             self._free()
-            if self._step_s + self._cost_s > self._rules.notice_s:
-                self._say("notice too short", step_s=self._step_s, save_s=self._cost_s, notice_s=self._rules.notice_s)
+            step_s, save_s = self._pace.step_s, self._pace.save_s
+            if step_s + save_s > self._rules.notice_s:
+                self._say("notice too short", step_s=step_s, save_s=save_s, notice_s=self._rules.notice_s)
 
     def _free(self) -> None:
         """Delete what worlds before have left on this node; segments that are written again stay."""
@@ -207,7 +205,7 @@ class Snapshots:
             self._is_copied.set()
             if self._send(slot):
                 self._done_step = step
-            self._cost_s = time.perf_counter() - begin_s
+            self._pace.end_save(time.perf_counter() - begin_s)
         except Exception:
             logger.exception("a save of step %d failed; the one before stays", step)
         finally:

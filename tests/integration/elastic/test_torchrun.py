@@ -21,7 +21,7 @@ def _start(cluster, node, num_nodes, steps):
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"1:{num_nodes}", "--max-restarts", "100"]
     command += ["--nproc-per-node", str(node.workers), "--monitor-interval", "0.1", "--rdzv-id", cluster.job]
     command += ["--rdzv-backend", "ds_hetero", "--rdzv-endpoint", cluster.nodes[0].address, "-m", "ds_hetero.run"]
-    script = [str(cluster.script), "--log", str(cluster.log), "--steps", str(steps), *cluster.arguments]
+    script = [str(cluster.script), "--events", str(cluster.log), "--steps", str(steps), *cluster.arguments]
     with (cluster.folder / f"{node.name}.log").open("ab") as log:
         return subprocess.Popen(
             [*command, *script],

@@ -1,0 +1,63 @@
+"""How often to save: as often as it costs next to nothing, by the steps that were measured. No torch, no clock."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+SHARE = 0.02  # of the time of steps, that saves may cost
+_MOST_S = 300.0  # between two saves, whatever they cost
+_QUIET_STEPS, _SAVES = 20, 5  # latest, whose medians count
+
+
+class Pace:
+    """Steps with and without a save under way, of one rank."""
+
+    def __init__(self) -> None:
+        self._quiet_s: deque[float] = deque(maxlen=_QUIET_STEPS)
+        self._extra_s: deque[float] = deque(maxlen=_SAVES)  # by save, seconds by which it has delayed steps
+        self._busy_s: list[float] = []  # steps since the latest save was begun, while it was under way
+        self._last_s = 0.0
+        self._save_s = 0.0  # of the latest save, from its beginning to its last copy
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; without saves, where there was one without."""
+        return statistics.median(self._quiet_s) if self._quiet_s else self._last_s
+
+    @property
+    def save_s(self) -> float:
+        """Seconds of the latest save, from its beginning to its last copy."""
+        return self._save_s
+
+    def add_step(self, seconds: float, *, is_busy: bool) -> None:
+        """Note a step, with all waiting before and after it.
+
+        Args:
+            is_busy: whether a save was begun in it or under way.
+        """
+        self._last_s = seconds
+        if is_busy:
+            self._busy_s.append(seconds)
+            return
+        if self._busy_s:
+            self._end_save()
+        self._quiet_s.append(seconds)
+
+    def end_save(self, seconds: float) -> None:
+        """Note how long a save has taken."""
+        self._save_s = seconds
+
+    def _end_save(self) -> None:
+        if self._quiet_s:
+            self._extra_s.append(max(0.0, sum(self._busy_s) - len(self._busy_s) * self.step_s))
+        self._busy_s = []
+
+    def needed_steps(self) -> int:
+        """Steps between two saves: as many as last as long as one, and as make its delays `SHARE` of all time."""
+        if self.step_s <= 0:
+            return 1
+        by_length = math.ceil(self._save_s / self.step_s)
+        by_delay = math.ceil(statistics.median(self._extra_s) / (SHARE * self.step_s)) if self._extra_s else 1
+        return max(1, by_length, min(by_delay, math.ceil(_MOST_S / self.step_s)))

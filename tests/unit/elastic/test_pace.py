@@ -1,0 +1,36 @@
+from ds_hetero.elastic.pace import Pace
+
+
+def _train(pace, cycles, quiet, busy_s, save_s):
+    for _ in range(cycles):
+        for seconds in busy_s:
+            pace.add_step(seconds, is_busy=True)
+        pace.end_save(save_s)
+        for _ in range(quiet):
+            pace.add_step(1.0, is_busy=False)
+    return pace.needed_steps()
+
+
+def test_the_first_save_comes_at_once():
+    assert Pace().needed_steps() == 1
+
+
+def test_saves_that_delay_nothing_follow_one_another():
+    assert _train(Pace(), cycles=3, quiet=2, busy_s=[1.0, 1.0], save_s=1.7) == 2
+
+
+def test_a_save_that_delays_steps_is_spread_over_so_many_that_it_costs_two_percent():
+    # 0.25 s and 0.125 s more than a quiet step: 0.375 s are 2 % of 18.75 s
+    assert _train(Pace(), cycles=3, quiet=2, busy_s=[1.25, 1.125], save_s=1.7) == 19
+
+
+def test_without_a_quiet_step_the_length_of_a_save_decides():
+    assert _train(Pace(), cycles=2, quiet=0, busy_s=[2.0], save_s=5.0) == 3
+
+
+def test_one_slow_step_does_not_count_and_five_minutes_are_the_most():
+    pace = Pace()
+    _train(pace, cycles=4, quiet=2, busy_s=[1.0], save_s=0.5)
+    _train(pace, cycles=1, quiet=2, busy_s=[40.0], save_s=0.5)
+    assert pace.needed_steps() == 1
+    assert _train(pace, cycles=5, quiet=2, busy_s=[40.0], save_s=0.5) == 300
