@@ -18,7 +18,7 @@ LR, CLIP, SAMPLES = 1e-4, 1.0, 40
 SPEEDS = (4.0, 3.0, 2.0, 1.0, 1.0, 1.0)  # of ranks; emulated in the plan alone
 
 
-def make_model(*, is_frozen: bool = False) -> Any:
+def make_model(*, is_frozen: bool = False, width: int = 48) -> Any:
     """Two layers of Llama with dropout of nothing, the same weights everywhere.
 
     Args:
@@ -30,8 +30,8 @@ def make_model(*, is_frozen: bool = False) -> Any:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
-            hidden_size=48,
-            intermediate_size=96,
+            hidden_size=width,
+            intermediate_size=2 * width,
             num_hidden_layers=2,
             num_attention_heads=12,
             num_key_value_heads=6,
@@ -89,7 +89,7 @@ def norm_of(parameters: list[Tensor]) -> float:
     return math.sqrt(sum(float(parameter.detach().double().square().sum()) for parameter in parameters))
 
 
-def _section(world_size: int, stage: int, every_steps: int) -> dict[str, Any]:
+def _section(world_size: int, stage: int, every_steps: int, *, is_plain: bool) -> dict[str, Any]:
     nodes = [
         {"name": f"n{i}", "device": f"d{i}", "count": 1, "link": {"bandwidth_gb_per_s": 1000, "latency_us": 1}}
         for i in range(world_size)
@@ -108,7 +108,7 @@ def _section(world_size: int, stage: int, every_steps: int) -> dict[str, Any]:
         "seq_len": LENGTH,
         **({"zero_partition": list(SPEEDS[:world_size])} if stage else {}),
         "verify": "off",
-        "elastic": {"every_steps": every_steps},
+        **({} if is_plain else {"elastic": {"every_steps": every_steps} if every_steps else {}}),
     }
 
 
@@ -119,7 +119,7 @@ def _configuration(options: argparse.Namespace, world_size: int) -> dict[str, An
         "zero_optimization": {"stage": options.stage},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        "heterogeneity": _section(world_size, options.stage, options.every),
+        "heterogeneity": _section(world_size, options.stage, options.every, is_plain=options.plain),
     }
 
 
@@ -131,7 +131,7 @@ class _Log:
 
     def __call__(self, event: str, **details: Any) -> None:
         line = {"event": event, "time": time.time(), "pid": os.getpid(), **details}
-        line["agent"] = os.environ["DS_HETERO_ELASTIC_AGENT"]
+        line["agent"] = os.environ.get("DS_HETERO_ELASTIC_AGENT")
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -146,6 +146,9 @@ def main() -> None:
     parser.add_argument("--frozen", action="store_true", help="most parameters are not trained")
     parser.add_argument("--trainer", action="store_true", help="by the HF Trainer, not by a loop of one's own")
     parser.add_argument("--pause-s", type=float, default=0.05)
+    parser.add_argument("--width", type=int, default=48)
+    parser.add_argument("--plain", action="store_true", help="not elastic")
+    parser.add_argument("--bare", action="store_true", help="log nothing of a step but its loss, and do not pause")
     parser.add_argument("--local_rank", type=int)
     options = parser.parse_args()
     log = _Log(options.events)
@@ -165,7 +168,7 @@ def main() -> None:
 
         train(_configuration(options, world_size), options.steps, world_size, log, options.pause_s)
         return
-    model = make_model(is_frozen=options.frozen)
+    model = make_model(is_frozen=options.frozen, width=options.width)
     optimizer = torch.optim.AdamW(trained(model), lr=LR)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -189,6 +192,10 @@ def _train(handle: Any, engine: Any, loader: Any, options: argparse.Namespace, l
             loss = handle.loss(engine(**batch), batch)
             engine.backward(loss)
             engine.step()
+            if options.bare:
+                if dist.get_rank() == 0:
+                    log("step", step=engine.global_steps, loss=loss.item())
+                continue
             parameters = trained(engine.module)
             whole = [safe_get_full_fp32_param(parameter) for parameter in parameters]
             whole = [p if w is None else w for w, p in zip(whole, parameters, strict=True)]

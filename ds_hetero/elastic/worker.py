@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 
 from ds_hetero.elastic.node.keeper import ask
-from ds_hetero.elastic.node.wire import AGENT, ROUND, Message, NodePlace, end_with_parent, token_of
+from ds_hetero.elastic.node.wire import AGENT, ROUND, Message, NodePlace, end_with_agent, token_of
 
 LEFT = 75  # exit code of workers that leave after a commit
 _BEAT_S = 1.0
@@ -63,7 +63,7 @@ class Worker:
 
     def start(self) -> None:
         """Take notice by SIGTERM, say that this process lives, and end with the agent."""
-        end_with_parent()
+        end_with_agent()
         self.place.remove(f"end-{self.name}.json")
         if threading.current_thread() is threading.main_thread():
             reading, writing = self._wakeup

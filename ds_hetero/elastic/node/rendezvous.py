@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
-from pathlib import Path
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -37,7 +36,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from ds_hetero.elastic.node import wire as place_of
 from ds_hetero.elastic.node.keeper import SILENCE_S
-from ds_hetero.elastic.node.wire import Message, NodePlace, Wire, WireError, connect, token_of
+from ds_hetero.elastic.node.wire import Message, NodePlace, Wire, WireError, connect, state_of, token_of
 from ds_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -175,6 +174,7 @@ class KeeperRendezvous(RendezvousHandler):
                 place_of.JOB: self._place.job,
                 place_of.NODE: self._place.node,
                 place_of.AGENT: self._agent,
+                place_of.AGENT_PID: str(os.getpid()),
                 place_of.ROUND: str(round_["number"]),
                 "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # as the terms demand
             }
@@ -294,14 +294,9 @@ class KeeperRendezvous(RendezvousHandler):
                 if beat is None or silent_s <= most_s or beat["round"] != self._round["number"]:
                     continue
                 pid = int(beat["pid"])
-                if _is_stopped(pid) or silent_s > _BUSY_TIMES * most_s:
+                if state_of(pid) in "Tt" or silent_s > _BUSY_TIMES * most_s:
                     path.unlink()
                     os.kill(pid, signal.SIGKILL)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal or a debugger."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
@@ -327,7 +322,12 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         rules = f'{{"least": {params.min_nodes}, "start": {params.max_nodes}}}'
         place.remove(f"done-{agent}.json")
         place.remove(f"meeting-{agent}.json")  # of a job that has ended
-        keeper = start_keeper(place, address, own_port, rules)
+        try:
+            keeper = start_keeper(place, address, own_port, rules)
+        except ConfigError:
+            if not own_port:
+                raise
+            keeper = start_keeper(place, address, 0, rules)  # another node of this machine was first, as in tests
         atexit.register(_end_keeper, keeper, place, agent)
     return KeeperRendezvous(place, agent, (host, int(port)), address, _terms(), params.backend)
 

@@ -8,6 +8,7 @@ Where the processes of an elastic job on one node find each other: environment v
 DS_HETERO_ELASTIC_JOB      name of the job
 DS_HETERO_ELASTIC_NODE     name of the node; the host's, if it is not set
 DS_HETERO_ELASTIC_AGENT    name of the agent, given to its workers
+DS_HETERO_ELASTIC_AGENT_PID    its process id, given to its workers
 DS_HETERO_ELASTIC_ROUND    number of the round, given to workers
 DS_HETERO_ELASTIC_TOKEN    secret of the job; else the user's, in the cache folder
 DS_HETERO_ELASTIC_SHM      folder of the shared memory; /dev/shm, if it is not set
@@ -142,6 +143,7 @@ def _is_answer(given: object, token: bytes, side: str, question: str) -> bool:
 
 PREFIX = "DS_HETERO_ELASTIC_"
 JOB, NODE, AGENT, ROUND = PREFIX + "JOB", PREFIX + "NODE", PREFIX + "AGENT", PREFIX + "ROUND"
+AGENT_PID = PREFIX + "AGENT_PID"
 TOKEN, SHM, SILENCE = PREFIX + "TOKEN", PREFIX + "SHM", PREFIX + "SILENCE_S"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -243,6 +245,22 @@ def _kept_secret(folder: Path) -> str:
 
 
 _PR_SET_PDEATHSIG = 1
+
+
+def end_with_agent() -> None:
+    """As `end_with_parent`, for a worker; at once where its agent was killed while the worker still imported."""
+    end_with_parent()
+    agent = os.environ.get(AGENT_PID)
+    if agent is not None and state_of(int(agent)) in "XZ":
+        os._exit(1)
+
+
+def state_of(pid: int) -> str:
+    """The state of a process as the kernel writes it, such as T for stopped; X where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 def end_with_parent() -> None:

@@ -1,6 +1,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from importlib import import_module
 from importlib.metadata import EntryPoint
@@ -60,3 +61,16 @@ def test_a_worker_that_runs_may_be_silent_for_longer_than_one_that_is_stopped(
             assert worker.poll() is None
             worker.kill()
         assert worker.wait(5) == -signal.SIGKILL
+
+
+def test_a_worker_whose_agent_was_killed_before_it_could_notice_ends():
+    code = "from ds_hetero.elastic.node.wire import end_with_agent; end_with_agent(); print('lives')"
+    gone = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    for pid, out in ((gone.pid, ""), (os.getpid(), "lives\n")):
+        environment = {**os.environ, "DS_HETERO_ELASTIC_AGENT_PID": str(pid)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (int(not out), out)
+    gone.wait()
