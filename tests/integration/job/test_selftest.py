@@ -51,6 +51,7 @@ def test_ranks_that_work_pass(world_size: int, options: list[str], tmp_path: Pat
     assert "PASS" in text and os.uname().nodename not in text
 
 
+@pytest.mark.slow
 def test_measured_steps_stand_beside_predicted_ones(tmp_path: Path) -> None:
     """The same path as on GPUs; seconds of a shared machine mean nothing, so that only their presence is asserted."""
     assert run_deepspeed(_selftest, 2, str(tmp_path), ["--quick", "--measure"]) == [0, 0]
