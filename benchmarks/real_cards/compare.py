@@ -251,7 +251,7 @@ def _attention_over_gpus(row: Row, constants: Constants | None) -> tuple[float, 
 
 
 def _unlike(row: Row, constants: Constants | None) -> tuple[float, float]:
-    """Tokens per second of a schedule (their inverse), or the plan's gain over the fastest uniform schedule."""
+    """Tokens per second of a schedule (their inverse), or Algorithm 1's gain over the fastest uniform schedule."""
     if not row["gpu"].startswith("hexiseq") or not row["model"] or not row["seq_len"]:
         raise CannotExpressError("length, batch or plan not stated in the source")
     cluster = load_cluster(row["gpu"])
@@ -265,7 +265,7 @@ def _unlike(row: Row, constants: Constants | None) -> tuple[float, float]:
     cost = make_cost_model("calibrated", replace(cluster, nodes=tuple(nodes)), load_model(row["model"]), work)
     if "gain" not in row["kind"]:
         try:
-            schedule = strategy(row["attention"], cost)
+            schedule = strategy("hexiseq" if row["attention"] == "plan" else row["attention"], cost)
         except PlanError:  # heads that the ranks do not divide: as equal as whole heads allow
             schedule = ulysses(cluster.num_ranks, cost.model.num_heads, cost.model.num_kv_heads)
         return 1 / cost.predict(schedule).tokens_per_s, 1 / float(row["value"])
@@ -276,7 +276,7 @@ def _unlike(row: Row, constants: Constants | None) -> tuple[float, float]:
         except PlanError:
             continue
         rates += [uniform.tokens_per_s] if uniform.feasible else []
-    return cost.predict(strategy("plan", cost)).tokens_per_s / max(rates), float(row["value"])
+    return cost.predict(strategy("hexiseq", cost)).tokens_per_s / max(rates), float(row["value"])
 
 
 def length_of(row: Row) -> str:

@@ -1,11 +1,11 @@
 """Every table and figure of the five papers on one page.
 
-    python -m benchmarks.reproduce all [--only hexiseq hetero-ring zeppelin hexiscale tangram] [--quick] [--json]
+    python -m benchmarks.reproduce all [--only hexiseq hetero-ring zeppelin hexiscale tangram] [--figures NAMES]
 
 The page is docs/papers.md, its pictures lie in docs/images/papers, and the numbers in benchmarks/results/papers.json.
-Nothing is measured. A figure that is not run again stays as it was; one that fails is named on the page and ends the
-command with 1, after all others. ``--quick`` makes a small part of every figure, for tests, and writes no page unless
-``--page`` names one.
+Nothing is measured. A figure that is not run again stays as it was, as all do that ``--figures "Figure 3"`` does not
+name; one that fails is named on the page and ends the command with 1, after all others. ``--quick`` makes a small part
+of every figure, for tests, and writes no page unless ``--page`` names one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     outcome["papers"] = before
     for key in options.only:
-        outcome["papers"][key] = _made(_paper(key), options.quick, console)
+        kept = {} if options.figures is None else {each["name"]: each for each in before[key]["figures"]}
+        kept = {name: each for name, each in kept.items() if name not in options.figures}
+        outcome["papers"][key] = _made(_paper(key), options.quick, console, kept)
         write(outcome, output)  # after every paper, so that nothing is lost
     page = options.page or (None if options.quick else PAGE)
     if page is not None:
@@ -66,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("what", choices=("all",))
     parser.add_argument("--only", choices=PAPERS, nargs="+", default=list(PAPERS), help="papers that are run again")
+    parser.add_argument("--figures", nargs="+", help="of these papers that are run again; left out, all")
     parser.add_argument("--quick", action="store_true", help="a small part of every figure")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.add_argument("--output", type=Path, help="the result file; default: in benchmarks/results")
@@ -78,10 +81,13 @@ def _paper(key: str) -> Paper:
     return paper
 
 
-def _made(paper: Paper, quick: bool, console: Console) -> dict[str, Any]:
-    """All figures of a paper with the CPU seconds that each took."""
+def _made(paper: Paper, quick: bool, console: Console, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """All figures of a paper with the CPU seconds that each took; those of ``kept`` stay as they were."""
     figures: list[dict[str, Any]] = []
     for name, make in paper.makers.items():
+        if name in kept:
+            figures.append(kept[name])
+            continue
         started = time.process_time()
         try:
             figure: dict[str, Any] = make(quick).to_dict()

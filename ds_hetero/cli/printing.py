@@ -6,15 +6,17 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_hetero.common.reading import JsonObject, shortened
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.model import Prediction
-from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.pipeline_search.finish import Finished, memory_bytes
 from ds_hetero.values.plans.plan import SCENARIO
+
+if TYPE_CHECKING:
+    from ds_hetero.cost.stages.stage import StageCosts
+    from ds_hetero.planner.pipeline_search.finish import Finished
 
 PICTURES = (".svg", ".png")
 PLANS = (".json", ".html")
@@ -168,6 +170,8 @@ def makeups(finished: Finished) -> list[list[int]]:
 
 
 def _rows(costs: StageCosts, finished: Finished) -> Iterator[tuple[str, ...] | None]:
+    from ds_hetero.planner.pipeline_search.finish import memory_bytes
+
     memory = memory_bytes(costs, finished)
     for members in makeups(finished):
         i = members[0]

@@ -123,14 +123,13 @@ class CalibratedCostModel(CostModel):
         time_B[rows] = self._block_s([ring_finish_s(ring) for ring in block.rings(assigned, compute)])
         return time_B
 
-    def free_ring_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> float:
-        """Time of one block whose keys and values are always there; 0 for contiguous causal groups and recurrences."""
-        work = self._block.work(grouping, tokens_D[None], heads_D[None])
+    def free_ring_s(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
+        """Times of one block whose keys and values are always there; 0 for contiguous causal groups and recurrences."""
+        work = self._block.work(grouping, tokens_BD, heads_BD)
         compute = self._block.compute(work)
         if compute.contiguous_causal or self._recurrent is not None:
-            return 0.0
-        exchange_BK = self._block.exchange_s(work)
-        return float(self._block_s(compute.least_s(exchange_BK))[0])
+            return super().free_ring_s(grouping, tokens_BD, heads_BD)
+        return self._block_s(compute.least_s(self._block.exchange_s(work)))
 
     def terms(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Terms:
         """The time of one block by part.

@@ -212,9 +212,9 @@ class CostModel(ABC):
     def timeline(self, schedule: Schedule) -> tuple[Span, ...]:
         """Bars of one block, forward and backward, for a picture."""
 
-    def free_ring_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> float:
-        """Time of one block that no order of the groups undercuts; 0 where the cost model knows none."""
-        return 0.0
+    def free_ring_s(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
+        """Times of one block that no order of the groups undercuts, ``[B]``; 0 where the cost model knows none."""
+        return np.zeros(len(tokens_BD))
 
     def outside_blocks_s(self, tokens_D: Floats) -> dict[str, float]:
         """Parts of an iteration outside the blocks: ``loss_s`` per micro-batch, others once; HexiSeq has none."""

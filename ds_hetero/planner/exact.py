@@ -35,19 +35,22 @@ class Exact:
 
     Args:
         best: the optimum; None when nothing is better than the upper bound, or nothing fits into memory.
+        complete: False where the search ended at the most calls that it may make; ``best`` is then the best of these.
     """
 
     best: Assignment | None
     combinations: int  # size of the space, ring orders not counted
     evaluated: int  # calls of the cost model that the bound did not save, ring orders counted
+    complete: bool = True
 
 
-def solve_exact(problem: Problem, *, upper_bound_s: float = np.inf) -> Exact:
+def solve_exact(problem: Problem, *, upper_bound_s: float = np.inf, most: float = np.inf) -> Exact:
     """The best assignment of all, or proof that none takes less than ``upper_bound_s``.
 
     Args:
         problem: its ``token_unit`` and the smallest of its ``head_units`` are the granularity.
         upper_bound_s: time of a schedule known already; a good one saves most of the work.
+        most: calls of the cost model after which the search ends.
 
     Raises:
         PlanError: too many ranks, or a granularity too fine to go through.
@@ -66,11 +69,18 @@ def solve_exact(problem: Problem, *, upper_bound_s: float = np.inf) -> Exact:
     tokens_TD = problem.round(compositions(units, num_ranks).astype(np.float64) * problem.token_unit)
     best: Assignment | None = None
     limit, total, evaluated = upper_bound_s, 0, 0
+    if limit <= problem.floor_s:
+        return Exact(best=None, combinations=0, evaluated=0)
     for groups in distinct_partitions(problem, np.arange(num_ranks)):
         heads_HD = _head_splits(problem, groups, head_unit)
         total += len(heads_HD) * len(tokens_TD)
+        rings = list(_ring_orders(problem, groups))
         for heads_BD, tokens_BD, least_B in _worth_a_look(problem, groups, heads_HD, tokens_TD, limit):
-            for ring in _ring_orders(problem, groups):
+            if len(rings) > 1:
+                free_B = problem.free_ring_s(problem.grouping(groups), tokens_BD, heads_BD)
+                kept = np.flatnonzero(np.maximum(free_B, least_B) < limit)
+                heads_BD, tokens_BD, least_B = heads_BD[kept], tokens_BD[kept], least_B[kept]
+            for ring in rings:
                 grouping = problem.grouping(ring)
                 for first in range(0, len(least_B), BATCH):
                     if least_B[first] >= limit:
@@ -80,6 +90,8 @@ def solve_exact(problem: Problem, *, upper_bound_s: float = np.inf) -> Exact:
                     better = problem.best_row(grouping, tokens_BD[rows], heads_BD[rows], limit)
                     if better is not None:
                         best, limit = better, better.time_s
+                    if evaluated >= most:
+                        return Exact(best=best, combinations=total, evaluated=evaluated, complete=False)
     return Exact(best=best, combinations=total, evaluated=evaluated)
 
 

@@ -280,11 +280,8 @@ def faster_with_fewer_ranks(cost: CostModel, planned: PlannedSchedule, layout: s
         limit_s = _WORTH * best.prediction.iteration_s
         if _without_zero_s(cost, best) >= limit_s:
             break
-        tried = _most_promising(cost, best, limit_s)
-        tried = [kept for kept in tried if _first_look_s(_cost_of(cost, kept), layout) < _FIRST_LOOK * limit_s]
-        found = [(best_of, kept) for kept in tried if (best_of := _planned(cost, kept, layout)) is not None]
-        faster, kept = min(found, key=lambda each: each[0].prediction.iteration_s, default=(best, ()))
-        if not kept or faster.prediction.iteration_s >= limit_s:
+        faster, kept = _fastest_part(cost, _most_promising(cost, best, limit_s), limit_s, layout)
+        if faster is None:
             break
         left, best = tuple(left[rank] for rank in kept), faster
         cost = _cost_of(cost, kept)
@@ -321,6 +318,25 @@ def _most_promising(cost: CostModel, planned: PlannedSchedule, limit_s: float) -
         (ranks for ranks in least_s if least_s[ranks] < limit_s), key=lambda ranks: (least_s[ranks], ranks)
     )
     return promising[: _TRIED if len(every) <= _MANY_RANKS else _TRIED_OF_MANY]
+
+
+def _fastest_part(
+    cost: CostModel, parts: Sequence[tuple[int, ...]], limit_s: float, layout: str | None
+) -> tuple[PlannedSchedule | None, tuple[int, ...]]:
+    """The fastest schedule of some of the ranks alone, and these; None where none takes less than ``limit_s``.
+
+    A first look says of each how fast it may be. The best ones are searched first, and their times rule out others.
+    """
+    looked = sorted((_first_look_s(_cost_of(cost, kept), layout), i) for i, kept in enumerate(parts))
+    fastest_of: PlannedSchedule | None = None
+    chosen: tuple[int, ...] = ()
+    for first_look_s, i in looked:
+        if first_look_s >= _FIRST_LOOK * limit_s:
+            break
+        found = _planned(cost, parts[i], layout)
+        if found is not None and found.prediction.iteration_s < limit_s:
+            fastest_of, chosen, limit_s = found, parts[i], found.prediction.iteration_s
+    return fastest_of, chosen
 
 
 def _left_out(cluster: Cluster, planned: PlannedSchedule) -> Iterator[Sequence[int]]:

@@ -113,8 +113,8 @@ class Grouping:
         return np.asarray(reduce.reduceat(values_D[..., self.order], self.offsets[:-1], axis=-1))
 
     @cached_property
-    def transfers_of_heads(self) -> dict[tuple[int, bytes], tuple[Any, Any]]:
-        """Times of transfers of a ring step, by query heads of a KV head and all heads; see `transfer_time`."""
+    def transfers_of_heads(self) -> dict[tuple[int, float, bytes], tuple[Any, Any, Any]]:
+        """Times of transfers of a ring step, by query heads of a KV head, mean length and all heads."""
         return {}
 
     @cached_property

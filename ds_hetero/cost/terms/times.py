@@ -59,27 +59,35 @@ def ring_transfers_s(
     zeros = np.zeros((num_sets, num_groups))
     if num_groups == 1:
         return zeros, zeros, zeros
-    cluster = grouping.cluster
-    if not cluster.shares_ports:
-        return (*_of_heads_alone(grouping, heads_BD, queries_per_kv_head), zeros)
-    edges, set_E, latency_BK, transfer_BK = _own_ports(grouping, heads_BD, queries_per_kv_head)
-    shared_E = _shared_transfer_s(grouping, edges, set_E, length_BK.mean(axis=1))
-    return latency_BK, transfer_BK, _largest(edges, shared_E, num_groups)
-
-
-def _of_heads_alone(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int) -> tuple[Floats, Floats]:
-    """Latency and seconds per token where no port is shared: tokens do not matter, so heads seen before are known."""
+    # Tokens do not matter but by the mean length where ports are shared, and heads seen before are known.
+    length_B = length_BK.mean(axis=1) if grouping.cluster.shares_ports else np.zeros(num_sets)
     known = grouping.transfers_of_heads
-    new_B = np.concatenate([[True], (heads_BD[1:] != heads_BD[:-1]).any(axis=1)])
-    different_RD = heads_BD[new_B]
-    keys = [(queries_per_kv_head, row.tobytes()) for row in different_RD]
+    new_B = np.concatenate([[True], (heads_BD[1:] != heads_BD[:-1]).any(axis=1) | (length_B[1:] != length_B[:-1])])
+    different_RD, length_R = heads_BD[new_B], length_B[new_B]
+    keys = [
+        (queries_per_kv_head, length, heads.tobytes())
+        for heads, length in zip(different_RD, length_R.tolist(), strict=True)
+    ]
     unknown = [r for r, key in enumerate(keys) if key not in known]
     if unknown:
-        _, _, latency_RK, transfer_RK = _own_ports(grouping, different_RD[unknown], queries_per_kv_head)
-        known.update(zip((keys[r] for r in unknown), zip(latency_RK, transfer_RK, strict=True), strict=True))
+        made = _transfers_s(grouping, different_RD[unknown], length_R[unknown], queries_per_kv_head)
+        known.update(zip((keys[r] for r in unknown), zip(*made, strict=True), strict=True))
     run_B = np.cumsum(new_B) - 1
-    latency_RK, transfer_RK = (np.array(each) for each in zip(*(known[key] for key in keys), strict=True))
-    return latency_RK[run_B], transfer_RK[run_B]
+    latency_BK, transfer_BK, shared_BK = (
+        np.array(each)[run_B] for each in zip(*(known[key] for key in keys), strict=True)
+    )
+    return latency_BK, transfer_BK, shared_BK
+
+
+def _transfers_s(
+    grouping: Grouping, heads_BD: Ints, length_B: Floats, queries_per_kv_head: int
+) -> tuple[Floats, Floats, Floats]:
+    """`ring_transfers_s` for groups of these mean lengths."""
+    edges, set_E, latency_BK, transfer_BK = _own_ports(grouping, heads_BD, queries_per_kv_head)
+    if not grouping.cluster.shares_ports:
+        return latency_BK, transfer_BK, np.zeros_like(latency_BK)
+    shared_E = _shared_transfer_s(grouping, edges, set_E, length_B)
+    return latency_BK, transfer_BK, _largest(edges, shared_E, grouping.num_groups)
 
 
 def _own_ports(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int) -> tuple[Edges, Ints, Floats, Floats]:

@@ -171,8 +171,12 @@ class Problem:
         """Whether another order of the groups could be faster."""
         if len(at.groups) < 3:
             return False
-        least_s = self.cost.free_ring_s(self.grouping(at.groups), at.tokens, at.heads) + self._loss_s(at.tokens)
-        return bool(least_s < at.time_s * (1 - LEAST_GAIN))
+        least_B = self.free_ring_s(self.grouping(at.groups), at.tokens[None], at.heads[None])
+        return bool(least_B[0] < at.time_s * (1 - LEAST_GAIN))
+
+    def free_ring_s(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
+        """Times as in `Assignment` that no order of the groups undercuts, ``[B]``; see `CostModel.free_ring_s`."""
+        return self.cost.free_ring_s(grouping, tokens_BD, heads_BD) + self._loss_s(tokens_BD)
 
     def _loss_s(self, tokens_BD: Floats) -> Floats:
         """A layer's share of the loss, so that the sum over layers is the time of a micro-batch."""

@@ -92,6 +92,7 @@ def test_equals_a_plain_enumeration(cost_model, sizes, units, layout):
     assert solved.best.time_s == pytest.approx(least, rel=1e-12)
     assert solved.evaluated < solved.combinations * 6  # ring orders are counted in the first number alone
     assert solve_exact(problem, upper_bound_s=least * (1 - 1e-9)).best is None
+    assert solved.complete and not solve_exact(problem, most=1).complete
     assert solve_exact(problem, upper_bound_s=least * (1 + 1e-9)).best.time_s == pytest.approx(least, rel=1e-12)
 
 
