@@ -28,7 +28,7 @@ from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout
 from ds_hetero.sharding.zero_partition import FlatGroup, cut_flat_group, cut_parameter
 from ds_hetero.values.placement import Placement, Rows, stream_placement
 from ds_hetero.values.plans import BatchSplit, Pipeline, Plan, PlannedModel, Stage
-from ds_hetero.values.plans.timetable import token_parts
+from ds_hetero.values.plans.timetable import held_intervals
 from ds_hetero.values.schedule import LAYOUTS, Group, Schedule
 
 Case = tuple[str, Iterator[str]]  # what it is, and what is wrong with it
@@ -260,7 +260,8 @@ def _sequence_stages(length: int, tokens: Sequence[int], first_rank: int) -> Ite
     for schedule in scopes.schedules_by_tokens(len(tokens), tokens):
         moved = schedule.shifted(first_rank)
         stage = Stage(ranks=moved.ranks, inner="sequence", schedule=moved)
-        if (parts := token_parts(stage, length)) not in seen:
+        parts = tuple(held_intervals(stage, length, rank) for rank in stage.ranks)
+        if parts not in seen:
             seen.add(parts)
             yield stage
 

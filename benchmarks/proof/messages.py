@@ -31,7 +31,7 @@ from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, one_f_one_b, tra
 from ds_hetero.values.splits import share
 
 HEAD_DIM, ITEM_BYTES, DTYPE = 8, 4, "float32"
-FAR, ACTIVATIONS, GRADIENTS, SYNC = "between nodes", "activations", "gradients", "gradient sync"
+FAR, ACTIVATIONS, GRADIENTS, COPIES, SYNC = "between nodes", "activations", "gradients", "copies", "gradient sync"
 _GATHERS_IN_FLIGHT = 4
 _KV, _GRADIENT_TAG = 0, 1 << 30
 
@@ -502,6 +502,8 @@ class _Passes:
     def _take(self, kind: str, k: int) -> None:
         if self._asked[kind]:
             self._log.wait(*self._asked[kind].popleft())
+            if self._stage.inner == "tensor":
+                self._log.wait(self._log.collective("allgather", sorted(self._stage.ranks), COPIES, ("hidden",)))
             self._ask(kind, k + 1)
 
     def _send(self, target: Stage | None, k: int, purpose: str) -> None:

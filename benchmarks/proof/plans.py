@@ -34,7 +34,7 @@ Element = tuple[int, ...]
 
 
 def hop_violations(source: Stage, target: Stage, length: int) -> Iterator[str]:
-    """Every receiver gets each of its tokens once, in its order, from a rank that holds it."""
+    """Every token arrives once, in order, from a rank that holds it; at one of the receivers, if they hold copies."""
     messages = transfers(source, target, length)
     yield from hop_message_violations(source, target, length, messages)
 
@@ -43,11 +43,12 @@ def hop_message_violations(
     source: Stage, target: Stage, length: int, messages: Sequence[ActivationTransfer]
 ) -> Iterator[str]:
     """The same for given messages."""
-    for rank in target.ranks:
-        wanted = _positions(held_intervals(target, length, rank))
-        got = [p for message in messages if message.receiver == rank for p in _positions(message.intervals)]
+    gathering = [(rank,) for rank in target.ranks] if target.schedule is not None else [target.ranks]
+    for ranks in gathering:
+        wanted = _positions(held_intervals(target, length, ranks[0]))
+        got = [p for message in messages if message.receiver in ranks for p in _positions(message.intervals)]
         if sorted(got) != sorted(wanted):
-            yield f"rank {rank} gets the tokens {sorted(got)} of {sorted(wanted)}"
+            yield f"ranks {ranks} get the tokens {sorted(got)} of {sorted(wanted)}"
     if len({(message.sender, message.receiver) for message in messages}) != len(messages):
         yield "two messages of a hop have the same ends"
     for message in messages:

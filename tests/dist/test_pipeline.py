@@ -1,5 +1,6 @@
 """1F1B over stages that cut a micro-batch differently, against one process, with a model that treats tokens alone."""
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -8,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.proof.chance import random_plan
+from benchmarks.proof.chance import random_plan, random_schedule
+from benchmarks.proof.events import Call
+from benchmarks.proof.order import violations
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.runtime.pipeline.hops import make_boundary_groups
@@ -16,6 +19,7 @@ from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
 from ds_hetero.runtime.replica import ProcessGroups
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 from ds_hetero.values.plans.timetable import held_intervals
+from tests.nccl_rules.recorder import recording
 from tests.support import run_ranks
 
 WIDTH, WORDS, LAYERS = 6, 11, 5
@@ -132,6 +136,63 @@ def stages_train_as_one_process(rank, world_size, seeds):
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_unequal_pipelines_train_as_one_process(world_size):
     run_ranks(stages_train_as_one_process, world_size, world_size, range(16), timeout_s=240)
+
+
+LENGTH, ROWS, COUNT = 13, 2, 3
+
+
+def events_of_stages(rank, stages):
+    """What a rank posts for a step of a pipeline whose stages pass on what they get, and what it got."""
+    torch.set_default_dtype(torch.float64)
+    model = PlannedModel(num_layers=len(stages), num_heads=4, num_kv_heads=4)
+    plan = Plan(pipelines=(Pipeline(stages=stages, micro_batch_size=ROWS, micro_batches=COUNT),), model=model)
+    groups = make_boundary_groups(plan, ProcessGroups())
+    batches = [Batch(torch.zeros(ROWS, LENGTH), 1.0) for _ in range(COUNT)]
+    wanted = torch.randn(COUNT, ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    stage, turn, got = plan.stage_of(rank), itertools.count(), []
+
+    def compute(_, hidden):
+        held = held_intervals(stage, LENGTH, rank)
+        own = torch.cat([wanted[next(turn)][:, start:stop] for start, stop in held] or [wanted[0, :, :0]], dim=1)
+        if hidden is None:
+            return own.requires_grad_()
+        got.append(torch.equal(hidden.detach(), own))
+        return hidden * 1 if stage is not stages[-1] else hidden.square().sum() / 2
+
+    if stage is None:
+        return [], got
+    runner = PipelineRunner(neighbours_of(plan, rank, groups, torch.device("cpu")), compute, WIDTH, torch.float64)
+    with recording() as events:
+        runner.train(batches)
+    return events, got
+
+
+STAGES = {
+    "one to four": (Stage(ranks=(0,)), Stage(ranks=(1, 2, 3, 4), inner="tensor")),
+    "four to two": (Stage(ranks=(0, 1, 2, 3), inner="tensor"), Stage(ranks=(5, 4), inner="tensor")),
+    "two to one to one": (Stage(ranks=(0, 1), inner="tensor"), Stage(ranks=(2,)), Stage(ranks=(3,))),
+    "sequence to tensor": (
+        Stage(ranks=(0, 1, 2), inner="sequence", schedule=random_schedule(random.Random(1), 3, 4, 4)),
+        Stage(ranks=(4, 3), inner="tensor"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_an_activation_and_its_gradient_cross_a_boundary_once(name):
+    """Bytes that the ranks post, counted by who sends; every rank of the later stages gets what it computes on."""
+    stages = [Stage(ranks=s.ranks, layers=(i, i + 1), inner=s.inner, schedule=s.schedule)
+              for i, s in enumerate(STAGES[name])]  # fmt: skip
+    outcomes = run_ranks(events_of_stages, 6, tuple(stages), nccl_rules=False)
+    assert violations([events for events, _ in outcomes]) == []
+    sent = [sum(m.num_bytes for call in events if isinstance(call, Call) for m in call.messages if m.sends)
+            for events, _ in outcomes]  # fmt: skip
+    activation = COUNT * ROWS * LENGTH * WIDTH * 8
+    ends = [sum(sent[rank] for rank in stage.ranks) / activation for stage in stages]
+    assert ends == [1.0, *[2.0] * (len(stages) - 2), 1.0]
+    assert all(
+        got == [True] * COUNT * any(rank in s.ranks for s in stages[1:]) for rank, (_, got) in enumerate(outcomes)
+    )
 
 
 def lacks_a_parameter(rank):

@@ -114,7 +114,7 @@ def test_a_lost_token_is_found():
     messages = transfers(*stages, 8)
     lost = [messages[0]._replace(intervals=messages[0].intervals[1:]), *messages[1:]]
     assert list(plans.hop_message_violations(*stages, 8, messages)) == []
-    assert any("gets the tokens" in text for text in plans.hop_message_violations(*stages, 8, lost))
+    assert any("get the tokens" in text for text in plans.hop_message_violations(*stages, 8, lost))
     placement = stream_placement(_pair(0, (1, 3)), 8)
     shifted = replace(placement)
     shifted.__dict__["_intervals"] = {0: ((0, 2),), 1: ((3, 8),)}

@@ -12,9 +12,9 @@ Dimension key: J parts of stages of all pipelines.
 
 Activations on their way from one stage to the next, and gradients on their way back.
 
-Every receiver takes its part of the activations once, and receivers take from the senders by turns: a device of a
-``tensor`` stage holds and wants all tokens of a micro-batch, one of a ``sequence`` stage its share of them. What that
-takes of the hosts' time, which no transfer hides, is part of their stages (`StageOption.side_s`).
+An activation crosses the boundary once: a device of a ``sequence`` stage carries its share of the tokens of a
+micro-batch, each of n of a ``tensor`` stage 1 / n. What neither the wire nor a pass hides is part of the stages
+(`StageOption.side_s`): the hosts' time, and the gather of what arrived on the devices of a ``tensor`` stage.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class CalibratedStageCosts(StageCosts):
             forward_s=forward_s,
             backward_s=backward_s,
             last_s=loss_s,
-            side_s=2 * device.efficiency.message_overhead_s,
+            side_s=2 * device.efficiency.message_overhead_s + self._gathered_s(kind, size, micro_batch_size),
             capacity_bytes=device.usable_bytes,
             memory=self._memory(
                 device,
@@ -128,9 +128,16 @@ class CalibratedStageCosts(StageCosts):
         """The two all-reduces of activations in one pass of a layer on devices that cut it."""
         if size == 1:
             return 0.0
+        host_s = self.pools.kinds[kind].device.efficiency.message_overhead_s
+        return 2 * (2 * self._gathered_s(kind, size, micro_batch_size) - host_s)
+
+    def _gathered_s(self, kind: int, size: int, micro_batch_size: int) -> float:
+        """A gather of the activations of a micro-batch, of which each device that cuts a layer has a part."""
+        if size == 1:
+            return 0.0
         volume = micro_batch_size * self.seq_len * self.model.hidden_size * self.workload.element_bytes
         host_s = self.pools.kinds[kind].device.efficiency.message_overhead_s
-        return 2 * (2 * RingCollective.over(self._devices(kind, size))(volume) + host_s)
+        return RingCollective.over(self._devices(kind, size))(volume) + host_s
 
     def mixed_stage(self, parts: tuple[PoolPart, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
         """Every device holds the parameters of its stage whole."""
@@ -308,30 +315,24 @@ class HopTimes:
 
     def _end(self, block: DeviceBlock, micro_batch_size: int) -> _End:
         kinds = (block.kind, *(part.kind for part in block.others))
-        if block.inner != "sequence":
-            return _End(kinds, block.size, None)
         if not block.others:
-            return _End(kinds, block.size, 1 / block.size)
+            return _End(kinds, 1 / block.size)
         shared = self._sequence.passes(block.parts, micro_batch_size)
         assert shared is not None, "a stage that cannot run has no hops"
-        return _End(kinds, block.size, max(shared.tokens) / (micro_batch_size * self._seq_len))
+        return _End(kinds, max(shared.tokens) / (micro_batch_size * self._seq_len))
 
     def _of_ends_uncached(self, link: int, source: _End, target: _End, samples: int) -> float:
         wire = self._cluster.link_classes[link]
         volume = samples * self._seq_len * self._token_bytes
-        received = volume if target.share is None else volume * target.share
-        total = volume * target.size if target.share is None else volume
-        sent = -(-target.size // source.size) * received if source.share is None else total * source.share
-        busiest_s = max(received, sent) / (wire.bytes_per_s * wire.p2p_efficiency)
+        busiest_s = volume * max(source.share, target.share) / (wire.bytes_per_s * wire.p2p_efficiency)
         kinds = [self._pools.kinds[kind] for kind in (*source.kinds, *target.kinds)]
         inside = any(wire == each.link for each in kinds)
         shared = [each.switch_bytes_per_s if inside else each.nic_bytes_per_s for each in kinds]
-        return wire.latency_s + max([busiest_s, *(total / rate for rate in shared if rate)])
+        return wire.latency_s + max([busiest_s, *(volume / rate for rate in shared if rate)])
 
 
 class _End(NamedTuple):
     """One side of a hop."""
 
     kinds: tuple[int, ...]
-    size: int
-    share: float | None  # of the tokens that the device with most of them has; None if every device has all
+    share: float  # of the tokens that the device carries which carries most of them

@@ -2,15 +2,18 @@
 
 Every boundary of a pipeline has two process groups, one per direction, so that on NCCL, which runs the messages of a
 communicator one after the other, activations and gradients do not wait for each other. Within a group the messages of
-a micro-batch are posted together, and micro-batches follow one another in the same order on both sides.
+a micro-batch are posted together, and micro-batches follow one another in the same order on both sides. Ranks of tensor
+parallelism gather what arrives among themselves, over a third group.
 
-Dimension key: b rows of a micro-batch, s tokens of this rank, H hidden size.
+Dimension key: b rows of a micro-batch, L tokens of its sequences, s tokens of this rank, c tokens that it carries over
+the boundary, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -23,14 +26,21 @@ from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups
 from ds_hetero.values.placement import Range
 from ds_hetero.values.plans import Plan, Stage
-from ds_hetero.values.plans.timetable import ActivationTransfer, held_intervals, transfers
+from ds_hetero.values.plans.timetable import (
+    ActivationTransfer,
+    carried_intervals,
+    held_intervals,
+    transfers,
+)
 
 
 class BoundaryGroups(NamedTuple):
-    """Process groups of the ranks on both sides of a boundary, one per direction."""
+    """Process groups of the ranks on both sides of a boundary, one per direction, and of each side alone."""
 
     activations: ProcessGroup  # from the earlier stage to the later one
     gradients: ProcessGroup
+    earlier: ProcessGroup | None  # of the ranks of a ``"tensor"`` stage, which gather gradients
+    later: ProcessGroup | None  # likewise, which gather activations
 
 
 def make_boundary_groups(plan: Plan, groups: ProcessGroups) -> dict[tuple[int, int], BoundaryGroups]:
@@ -41,13 +51,19 @@ def make_boundary_groups(plan: Plan, groups: ProcessGroups) -> dict[tuple[int, i
         groups: made so far, to be used again.
 
     Caller: every rank of the world, in the same order as whatever else makes process groups.
-    Collectives: two new_group for every boundary that ``groups`` does not have.
+    Collectives: two new_group for every boundary, and one for every tensor-parallel stage, that ``groups`` does not
+        have.
     """
     made = {}
+
+    def inside(stage: Stage) -> ProcessGroup | None:
+        return groups.of(stage.ranks, "copies") if stage.inner == "tensor" else None
+
     for i, pipeline in enumerate(plan.pipelines):
         for j, (earlier, later) in enumerate(pairwise(pipeline.stages)):
             ranks = (*earlier.ranks, *later.ranks)
-            made[i, j] = BoundaryGroups(groups.of(ranks, "activations"), groups.of(ranks, "gradients"))
+            both = groups.of(ranks, "activations"), groups.of(ranks, "gradients")
+            made[i, j] = BoundaryGroups(*both, inside(earlier), inside(later))
     return made
 
 
@@ -65,25 +81,39 @@ class Sending:
 
 
 class Receiving:
-    """Messages of one micro-batch that this rank has asked for."""
+    """Messages of one micro-batch that this rank has asked for.
+
+    Args:
+        works: on which to wait for them.
+        parts: where the intervals of a message lie among the tokens of ``result``, and its tensor.
+        result: [b, c, H], to be filled.
+        gather: makes of it what all ranks of the stage have; None where they hold no copies.
+    """
 
     def __init__(
-        self, works: Sequence[dist.Work], parts: Sequence[tuple[tuple[Range, ...], Tensor]], result: Tensor
+        self,
+        works: Sequence[dist.Work],
+        parts: Sequence[tuple[tuple[Range, ...], Tensor]],
+        result: Tensor,
+        gather: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        self._works, self._parts, self._result = works, parts, result
+        self._works, self._parts, self._result, self._gather = works, parts, result, gather
 
     def wait(self) -> Tensor:
-        """Return ``[b, s, H]``, this rank's tokens in its order."""
+        """Return ``[b, s, H]``, this rank's tokens in its order.
+
+        Caller: on a ``"tensor"`` stage all its ranks.
+        """
         with waiting_for_peers("waiting for a neighbouring stage of its pipeline"):
             for work in self._works:
                 work.wait()
         for local, part in self._parts:
             for (start, stop), piece in zip(local, _split(part, local), strict=True):
                 self._result[:, start:stop] = piece
-        return self._result
+        return self._result if self._gather is None else self._gather(self._result)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Boundary:
     """One direction between this rank's stage and a neighbouring one."""
 
@@ -91,10 +121,11 @@ class Boundary:
     target: Stage
     rank: int  # this process's, on either side
     group: ProcessGroup
+    copies: ProcessGroup | None  # of the target's ranks, where they hold copies
     device: torch.device  # where activations live
 
     def send(self, x: Tensor, length: int) -> Sending:
-        """Send this rank's part of what its stage computed.
+        """Send what this rank carries of what its stage computed.
 
         Args:
             x: [b, s, H], in the order of the rank's tokens.
@@ -109,29 +140,38 @@ class Boundary:
         return Sending(_post(ops), parts)
 
     def receive(self, rows: int, length: int, width: int, dtype: torch.dtype) -> Receiving:
-        """Ask for this rank's part of what the other stage computes.
+        """Ask for what this rank carries of what the other stage computes.
 
         Args:
             rows: b.
             length: tokens of the whole sequence.
             width: H.
         """
-        held = held_intervals(self.target, length, self.rank)
-        result = torch.empty(rows, sum(stop - start for start, stop in held), width, dtype=dtype, device=self.device)
+        carried = carried_intervals(self.target, length, self.rank)
+        tokens = sum(stop - start for start, stop in carried)
+        if self.copies is not None:  # a gather takes as many of every rank, and the last may carry fewer
+            tokens = -(-length // len(self.target.ranks))
+        result = torch.empty(rows, tokens, width, dtype=dtype, device=self.device)
         parts, ops = [], []
         for message in self._messages(length):
             if message.receiver == self.rank:
                 part = result.new_empty(rows, message.tokens, width)
-                parts.append((_local(message.intervals, held), part))
+                parts.append((_local(message.intervals, carried), part))
                 ops.append(dist.P2POp(dist.irecv, part, message.sender, self.group))
-        return Receiving(_post(ops), parts, result)
-
-    def sent_elements(self, rows: int, length: int, width: int) -> int:
-        """Elements that this rank sends for a micro-batch."""
-        return sum(m.tokens for m in self._messages(length) if m.sender == self.rank) * rows * width
+        gather = None if self.copies is None else partial(_gathered, length=length, group=self.copies)
+        return Receiving(_post(ops), parts, result, gather)
 
     def _messages(self, length: int) -> tuple[ActivationTransfer, ...]:
         return transfers(self.source, self.target, length)
+
+
+def _gathered(part: Tensor, length: int, group: ProcessGroup) -> Tensor:
+    """What ranks carry one after the other, ``[b, L, H]``, of ``[b, c, H]`` on each; the last ones may be padded."""
+    rows, tokens, width = part.shape
+    parts = part.new_empty(dist.get_world_size(group) * rows, tokens, width)
+    with waiting_for_peers("gathering what a neighbouring stage of its pipeline sent"):
+        dist.all_gather_single(parts, part, group=group)
+    return parts.view(-1, rows, tokens, width).transpose(0, 1).flatten(1, 2)[:, :length].contiguous()
 
 
 def _post(ops: Sequence[dist.P2POp]) -> list[dist.Work]:

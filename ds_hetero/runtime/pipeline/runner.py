@@ -85,12 +85,12 @@ def neighbours_of(
     inputs = input_gradients = outputs = output_gradients = None
     if j > 0:
         before, pair = pipeline.stages[j - 1], groups[i, j - 1]
-        inputs = Boundary(source=before, target=own, rank=rank, group=pair.activations, device=device)
-        input_gradients = Boundary(source=own, target=before, rank=rank, group=pair.gradients, device=device)
+        inputs = Boundary(before, own, rank, pair.activations, pair.later, device)
+        input_gradients = Boundary(own, before, rank, pair.gradients, pair.earlier, device)
     if j + 1 < len(pipeline.stages):
         after, pair = pipeline.stages[j + 1], groups[i, j]
-        outputs = Boundary(source=own, target=after, rank=rank, group=pair.activations, device=device)
-        output_gradients = Boundary(source=after, target=own, rank=rank, group=pair.gradients, device=device)
+        outputs = Boundary(own, after, rank, pair.activations, pair.later, device)
+        output_gradients = Boundary(after, own, rank, pair.gradients, pair.earlier, device)
     return Neighbours(
         pipeline=pipeline,
         stage=j,
@@ -121,7 +121,6 @@ class PipelineRunner(Generic[B]):
     ) -> None:
         self._neighbours, self._compute = neighbours, compute
         self._width, self._dtype, self._clock = width, dtype, clock
-        self.sent_bytes = 0  # of activations and gradients, since the runner was made
 
     def train(
         self, batches: Sequence[B], no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -171,7 +170,7 @@ class PipelineRunner(Generic[B]):
                 if near.outputs is None:
                     total = output.detach().clone() if total is None else total + output.detach()
                 else:
-                    outbox.put(self._send(near.outputs, output.detach(), batches[k]))
+                    outbox.put(near.outputs.send(output.detach(), batches[k].length))
                 if not torch.is_grad_enabled():
                     kept.clear()
             else:
@@ -186,14 +185,10 @@ class PipelineRunner(Generic[B]):
                 if near.input_gradients is not None:
                     assert hidden is not None
                     back = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
-                    outbox.put(self._send(near.input_gradients, back, batches[k]))
+                    outbox.put(near.input_gradients.send(back, batches[k].length))
             clock.mark()
         outbox.close()
         return total
-
-    def _send(self, boundary: Boundary, x: Tensor, batch: B) -> Sending:
-        self.sent_bytes += boundary.sent_elements(batch.rows, batch.length, self._width) * x.element_size()
-        return boundary.send(x, batch.length)
 
 
 class _Inbox(Generic[B]):

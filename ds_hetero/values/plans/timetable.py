@@ -5,10 +5,14 @@ The cost model adds up the time of this order, the runtime runs it.
 Which rank sends which tokens of the activations to which rank, between two stages that cut them differently.
 
 What a stage computes for a micro-batch, ``[b, L, H]``, lies on its ranks by tokens: a single rank holds all of them,
-ranks of tensor parallelism hold a copy each, ranks of a sequence stage the intervals of their schedule. The hop to the
-next stage is the overlap of the two cuts: every receiver gets each of its tokens once, from one of the ranks that hold
-it, and receivers take from the copies by turns. No leader gathers or broadcasts, and neighbouring stages may cut in any
-way. Gradients travel by the same function with the stages exchanged.
+ranks of tensor parallelism hold a copy each, ranks of a sequence stage the intervals of their schedule. Of copies every
+rank carries an equal part over a boundary, as it leaves and as it arrives, so that an activation crosses the boundary
+once; the ranks that want copies then gather the parts among themselves. The hop is the overlap of the two cuts, and
+neighbouring stages may cut in any way. Gradients travel by the same function with the stages exchanged.
+
+HexiScale (arXiv:2409.01143) sends between two leaders, of which the receiving one broadcasts. Those are as many bytes
+over the boundary, through one port instead of all, and more inside the stage: a broadcast brings every rank all tokens,
+the gather all but its own.
 
 Plain integers; nothing here imports torch.
 """
@@ -51,13 +55,6 @@ def one_f_one_b(in_flight: int, micro_batches: int) -> list[Action]:
     return actions + [Action(BACKWARD, k) for k in range(micro_batches - warm_up, micro_batches)]
 
 
-class TokenPart(NamedTuple):
-    """Tokens of a sequence that the same ranks of a stage hold."""
-
-    ranks: tuple[int, ...]  # global ranks with equal copies
-    intervals: tuple[Range, ...]  # position intervals, in the order in which the ranks hold them
-
-
 class ActivationTransfer(NamedTuple):
     """One message of a hop."""
 
@@ -71,21 +68,29 @@ class ActivationTransfer(NamedTuple):
         return sum(stop - start for start, stop in self.intervals)
 
 
-def token_parts(stage: Stage, length: int) -> tuple[TokenPart, ...]:
-    """Return what the ranks of a stage hold of a sequence of ``length`` tokens.
+def held_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]:
+    """Position intervals that ``rank`` of a stage computes on, in the order of its tokens.
 
     Raises:
         ScheduleError: fewer tokens than ranks of a sequence stage that are to hold some.
     """
-    if stage.schedule is None:
-        return (TokenPart(stage.ranks, ((0, length),)),)
-    placement = stream_placement(stage.schedule, length)
-    return tuple(TokenPart((rank,), placement.intervals(rank)) for rank in stage.schedule.ranks)
+    return ((0, length),) if stage.schedule is None else stream_placement(stage.schedule, length).intervals(rank)
 
 
-def held_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]:
-    """Position intervals that ``rank`` of a stage holds, in the order of its tokens."""
-    return next(part.intervals for part in token_parts(stage, length) if rank in part.ranks)
+def carried_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]:
+    """Position intervals that ``rank`` sends to a neighbouring stage and receives from it.
+
+    What it holds; of copies on n ranks the part with its place among them, ascending, which has ceil(length / n) tokens
+    as far as there are any.
+
+    Raises:
+        ScheduleError: see `held_intervals`.
+    """
+    if stage.schedule is not None:
+        return held_intervals(stage, length, rank)
+    step = -(-length // len(stage.ranks))
+    start = min(sorted(stage.ranks).index(rank) * step, length)
+    return ((start, min(start + step, length)),)
 
 
 @lru_cache(maxsize=1024)
@@ -98,18 +103,17 @@ def transfers(source: Stage, target: Stage, length: int) -> tuple[ActivationTran
         length: tokens of the sequence.
 
     Returns:
-        By receiver in the order of the target's parts, and by sender in that of the source's; the same on every rank.
+        By receiver and by sender, in the order of the stages' ranks; the same on every rank.
 
     Raises:
-        ScheduleError: see `token_parts`.
+        ScheduleError: see `held_intervals`.
     """
-    held = token_parts(source, length)
-    receivers = [(rank, part) for part in token_parts(target, length) for rank in part.ranks]
+    held, wanted = ([(rank, carried_intervals(s, length, rank)) for rank in s.ranks] for s in (source, target))
     return tuple(
-        ActivationTransfer(part.ranks[turn % len(part.ranks)], receiver, common)
-        for turn, (receiver, wanted) in enumerate(receivers)
-        for part in held
-        if (common := tuple(_overlap(wanted.intervals, part.intervals)))
+        ActivationTransfer(sender, receiver, common)
+        for receiver, wanted_intervals in wanted
+        for sender, held_intervals in held
+        if (common := tuple(_overlap(wanted_intervals, held_intervals)))
     )
 
 

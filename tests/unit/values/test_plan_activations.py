@@ -1,11 +1,11 @@
-"""Hops between stages: every receiver gets each of its tokens once, from a rank that holds it."""
+"""Hops between stages: every token of an activation crosses the boundary once, from a rank that holds it."""
 
 import random
 
 import pytest
 
 from ds_hetero.values.plans import Stage
-from ds_hetero.values.plans.timetable import held_intervals, token_parts, transfers
+from ds_hetero.values.plans.timetable import carried_intervals, held_intervals, transfers
 from ds_hetero.values.schedule import Group, Schedule
 
 
@@ -38,16 +38,16 @@ def random_stage(rng, first_rank):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_every_token_arrives_once_from_a_rank_that_holds_it(seed):
+def test_every_token_crosses_once_from_a_rank_that_holds_it(seed):
     rng = random.Random(seed)
     source, following = random_stage(rng, 0)
     target, _ = random_stage(rng, following)
     length = rng.choice((8, 37, 64, 101))
     messages = transfers(source, target, length)
-    for part in token_parts(target, length):
-        for receiver in part.ranks:
-            arriving = [p for m in messages if m.receiver == receiver for p in positions(m.intervals)]
-            assert sorted(arriving) == sorted(positions(part.intervals))
+    for receiver in target.ranks:
+        arriving = [p for m in messages if m.receiver == receiver for p in positions(m.intervals)]
+        assert sorted(arriving) == sorted(positions(carried_intervals(target, length, receiver)))
+    assert sorted(p for m in messages for p in positions(m.intervals)) == list(range(length))
     for message in messages:
         held = positions(held_intervals(source, length, message.sender))
         assert set(positions(message.intervals)) <= set(held)
@@ -56,9 +56,17 @@ def test_every_token_arrives_once_from_a_rank_that_holds_it(seed):
     assert len(pairs) == len(set(pairs))
 
 
-def test_copies_send_by_turns():
-    two, four = Stage(ranks=(0, 1), inner="tensor"), Stage(ranks=(2, 3, 4, 5), inner="tensor")
-    assert [(m.sender, m.receiver) for m in transfers(two, four, 16)] == [(0, 2), (1, 3), (0, 4), (1, 5)]
-    back = transfers(four, two, 16)
-    assert [(m.sender, m.receiver) for m in back] == [(2, 0), (3, 1)]
-    assert all(m.tokens == 16 for m in back)
+def test_ranks_with_copies_carry_equal_parts_in_the_order_of_their_numbers():
+    two, four = Stage(ranks=(1, 0), inner="tensor"), Stage(ranks=(2, 3, 4, 5), inner="tensor")
+    assert [tuple(m) for m in transfers(two, four, 14)] == [
+        (0, 2, ((0, 4),)),
+        (1, 3, ((7, 8),)),
+        (0, 3, ((4, 7),)),
+        (1, 4, ((8, 12),)),
+        (1, 5, ((12, 14),)),
+    ]
+    assert [(m.sender, m.receiver, m.tokens) for m in transfers(four, Stage(ranks=(6,)), 5)] == [
+        (2, 6, 2),
+        (3, 6, 2),
+        (4, 6, 1),
+    ]
