@@ -42,7 +42,7 @@ from ds_hetero.planner.pipelines.rivals import best_grid
 from ds_hetero.planner.published.tangram import TangramVariant, plan_tangram
 from ds_hetero.planner.published.tangram.planner import Rules, compose, compose_exactly, cycle_s
 
-WORK = Workload(seq_len=4096, cut_vocabulary=True)
+WORK = Workload(seq_len=4096)
 LAYERS, BATCH = 80, 192
 PRINTED_SAVING = 26  # calls without rules over calls with all four
 SIZES = (1, 2)

@@ -45,8 +45,6 @@ class Workload:
         activation_checkpointing: keep only the input of every layer and compute the layer again in the backward.
         tiled_mlp: compute MLPs in tiles that the backward computes again, so that their inner activations exist of one.
         tile_tokens: tokens of a sequence in such tiles, as ``"tile_tokens"`` of the section; None for usual sizes.
-        cut_vocabulary: ``"tensor"`` stages of pipelines cut embedding and head by vocabulary, as Megatron-LM does; this
-            engine's hold them whole on every rank.
         gradient_bytes: bytes of gradient per trained parameter; per parameter, and less, where it is not known which
             are trained (``adapter_rank`` 0).
         optimizer_bytes: bytes of optimizer state, likewise; 12 are a master weight and two Adam moments in fp32.
@@ -67,7 +65,6 @@ class Workload:
     tiled_logits: bool = True  # compute the loss in tiles, so that logits of all tokens never exist at once
     tiled_mlp: bool = False
     tile_tokens: int | None = None
-    cut_vocabulary: bool = False
     element_bytes: int = 2  # bytes of a parameter or an activation (P)
     gradient_bytes: float = 2
     optimizer_bytes: float = 12

@@ -2,7 +2,8 @@
 
     one, tensor  products and attention cut by n at the efficiency of narrower ones, norms and residuals by every rank,
                  two all-reduces of b S H elements in the forward and two in the backward of a layer; embedding, head
-                 and loss by every rank, whole unless the workload says otherwise
+                 and loss cut by words, with an all-reduce of b S H elements each, and of the loss two of numbers by
+                 token
     sequence     see `ds_hetero.cost.stages.sequence`
     hop          see `ds_hetero.cost.stages.calibrated`
     gradients    see `ds_hetero.cost.stages.gradients`
@@ -35,7 +36,7 @@ from ds_hetero.cost.stages.gradients import CalibratedStageMemory, DeviceParamet
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, Pools, StageCosts, StageOption, SyncTimes
-from ds_hetero.cost.terms.layer_memory import LayerMemory, LayerShare, layer_memory, logit_bytes
+from ds_hetero.cost.terms.layer_memory import WIDE, LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.terms.times import RingCollective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
@@ -102,34 +103,43 @@ class CalibratedStageCosts(StageCosts):
         model, work, device = self.model, self.workload, self.pools.kinds[kind].device
         of_batch = replace(work, micro_batch=micro_batch_size)
         block = BlockPasses(self._devices(kind, 1), model, of_batch, cut=size)
-        forward_s, backward_s = (block.alone_s() + self._reduced_s(kind, size, micro_batch_size)).tolist()
+        reduced_s = self._reduced_s(kind, size, micro_batch_size)
+        forward_s, backward_s = (block.alone_s() + 2 * reduced_s).tolist()
         if work.activation_checkpointing:
             backward_s += forward_s
-        cut = size if work.cut_vocabulary else 1
-        loss_s = float((self.seq_len / cut * block.loss_s_per_token_D + block.loss_fixed_s_D)[0])
+        loss_s = float((self.seq_len / size * block.loss_s_per_token_D + block.loss_fixed_s_D)[0])
         layer = layer_memory(model, of_batch, LayerShare.of_cut(model, of_batch, size))
         return StageOption(
             forward_s=forward_s,
             backward_s=backward_s,
-            last_s=loss_s,
+            first_s=reduced_s,
+            last_s=loss_s + reduced_s + self._exchanged_s(kind, size, micro_batch_size),
             side_s=2 * device.efficiency.message_overhead_s + self._gathered_s(kind, size, micro_batch_size),
             capacity_bytes=device.usable_bytes,
             memory=self._memory(
                 device,
                 layer=layer.mapped(lambda alone: float(np.max(alone))),
-                logits=float(logit_bytes(model, of_batch, np.array([float(self.seq_len)]))[0]) / cut,
+                logits=float(logit_bytes(model, of_batch, np.array([float(self.seq_len)]))[0]) / size,
                 holders=pipelines,
                 cut=size,
-                cut_of_ends=cut,
             ),
         )
 
     def _reduced_s(self, kind: int, size: int, micro_batch_size: int) -> float:
-        """The two all-reduces of activations in one pass of a layer on devices that cut it."""
+        """An all-reduce of the activations of a micro-batch on devices that cut a layer, which has two in each pass."""
         if size == 1:
             return 0.0
         host_s = self.pools.kinds[kind].device.efficiency.message_overhead_s
-        return 2 * (2 * self._gathered_s(kind, size, micro_batch_size) - host_s)
+        return 2 * self._gathered_s(kind, size, micro_batch_size) - host_s
+
+    def _exchanged_s(self, kind: int, size: int, micro_batch_size: int) -> float:
+        """The all-reduces of a loss whose words are cut: of a number by token, and of two, in fp32."""
+        if size == 1:
+            return 0.0
+        reduce = RingCollective.over(self._devices(kind, size))
+        host_s = self.pools.kinds[kind].device.efficiency.message_overhead_s
+        tokens = micro_batch_size * self.seq_len
+        return sum(2 * reduce(WIDE * numbers * tokens) + host_s for numbers in (1, 2))
 
     def _gathered_s(self, kind: int, size: int, micro_batch_size: int) -> float:
         """A gather of the activations of a micro-batch, of which each device that cuts a layer has a part."""
@@ -178,7 +188,7 @@ class CalibratedStageCosts(StageCosts):
     # --- memory
 
     def _memory(
-        self, device: DeviceSpec, layer: LayerMemory, logits: float, holders: int, cut: int = 1, cut_of_ends: int = 1
+        self, device: DeviceSpec, layer: LayerMemory, logits: float, holders: int, cut: int = 1
     ) -> CalibratedStageMemory:
         """Owners of an element are those who add to its gradient; where owners differ, what they own is on top.
 
@@ -187,13 +197,12 @@ class CalibratedStageCosts(StageCosts):
             layer: of a layer on a device.
             logits: of the head on a device.
             holders: who add to a gradient.
-            cut: devices that cut the parameters of a layer.
-            cut_of_ends: devices that cut embedding and head; the others are copies, which share the optimizer state.
+            cut: devices that cut the parameters of a layer, of embedding and of head.
         """
         model, work = self.model, self.workload
         if device.shares_host_memory:  # offloaded checkpoints stay in it
             work = replace(work, offload_activations=False)
-        table, matrix = model.vocab_size * model.hidden_size, model.mlp_size * model.hidden_size / cut
+        table, matrix = model.vocab_size * model.hidden_size / cut, model.mlp_size * model.hidden_size / cut
         owns = 1 / holders / cut if self.owners == "even" or holders == 1 else 0.0
         return CalibratedStageMemory(
             num_layers=model.num_layers,
@@ -201,8 +210,8 @@ class CalibratedStageCosts(StageCosts):
             layer=replace(layer, made=layer.made + work.element_bytes * matrix),  # a gradient before it is added up
             logits=logits,
             of_layer=DeviceParameters(model.layer_parameters / cut, model.layer_parameters * owns),
-            of_end=DeviceParameters(table / cut_of_ends, table * owns),
-            largest=max(table / cut_of_ends, matrix),
+            of_end=DeviceParameters(table, table * cut * owns),
+            largest=max(table, matrix),
             holders=holders,
         )
 

@@ -79,7 +79,7 @@ class Stage:
     """Ranks that hold the same layers.
 
     Args:
-        ranks: global ranks, in the order of the tensor-parallel mesh or of the schedule.
+        ranks: global ranks, in any order.
         layers: decoder layers ``[from, to)``; None for all layers of a model whose number the plan does not say.
             The embedding belongs to the stage with layer 0, the last norm and the head to the one with the last layer.
         inner: one of `INNER`.

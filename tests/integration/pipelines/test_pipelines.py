@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from ds_hetero.errors import ModelError
+from ds_hetero.frameworks.transformers.stages import check_stages, impossible_inners
+from ds_hetero.values.plans import read_plan
 from tests.integration.tiny import VOCAB, compute_in, llama
 from tests.support import run_deepspeed
 
@@ -43,6 +46,13 @@ PLANS = {
             1, 4, {"ranks": [3, 4], "layers": [0, 1], "inner": "tensor"},
             sequence_stage([0, 1], [1, 3], [0, 1], [4, 0]), {"ranks": [2], "layers": [3, 4], "in_flight": 1},
         ),
+    ),
+    "tensor at both ends": plan_of(
+        pipeline(
+            2, 2, {"ranks": [0, 1], "layers": [0, 3], "inner": "tensor"},
+            {"ranks": [3, 2], "layers": [3, 4], "inner": "tensor"},
+        ),
+        pipeline(1, 2, {"ranks": [4], "layers": [0, 4]}),
     ),
     "sequence at the end, an idle rank": plan_of(
         pipeline(2, 2, {"ranks": [0], "layers": [0, 2]}, sequence_stage([1, 2], [2, 4], [1, 2], [4, 0], "contiguous")),
@@ -221,10 +231,48 @@ def trained(model):
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("name", PLANS)
 def test_unequal_stages_train_as_one_process(name, tied):
-    outcomes = run_deepspeed(trains_as_one_process, 5, PLANS[name], {"tie_word_embeddings": tied}, tied)
+    """A prime number of words, which no degree divides, and a word without a gradient as an input."""
+    changes = {"tie_word_embeddings": tied, "vocab_size": VOCAB + 3, "pad_token_id": VOCAB // 2 + 3}
+    outcomes = run_deepspeed(trains_as_one_process, 5, PLANS[name], changes, tied)
     assert max(worst for worst, _ in outcomes) < 1e-12
-    whole = sum(parameter.numel() for parameter in llama(num_hidden_layers=LAYERS).parameters())
+    whole = sum(parameter.numel() for parameter in llama(num_hidden_layers=LAYERS, **changes).parameters())
     assert all(held < whole for _, held in outcomes[:4])
+
+
+def centered(logits):
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def without_a_word(logits):
+    logits[..., 3] = -9.0
+    return logits
+
+
+def capped(logits):
+    return logits.tanh() * 30
+
+
+@pytest.mark.parametrize(("change", "refused"), [(centered, True), (without_a_word, True), (capped, False)])
+def test_a_model_that_mixes_the_logits_of_words_is_not_cut_by_words(change, refused):
+    model = llama(vocab_size=67)
+    run = model.forward
+
+    def forward(*args, **kwargs):
+        outputs = run(*args, **kwargs)
+        outputs.logits = change(outputs.logits)
+        return outputs
+
+    model.forward = forward
+    reasons = impossible_inners(model)
+    assert set(reasons) == ({"tensor"} if refused else set())
+    assert "depends on those of others" in reasons.get("tensor", "depends on those of others")
+
+
+def test_words_that_are_too_few_for_a_degree_are_refused():
+    model = llama(vocab_size=9, num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
+    plan = plan_of(pipeline(1, 1, {"ranks": [0, 1, 2, 3], "layers": [0, LAYERS], "inner": "tensor"}), kv_heads=HEADS)
+    with pytest.raises(ModelError, match="has 9 words, of which tensor parallelism over 4 ranks leaves the last rank"):
+        check_stages(model, read_plan(plan))
 
 
 def test_adapters_are_trained_alone():

@@ -36,7 +36,6 @@ OTHER = {
     "offload_parameters": True,
     "buffers": Buffers(reduce_bucket=10, prefetch_bucket=20, live_parameters=30),
     "data_parallel": 2,
-    "cut_vocabulary": True,
     "adapter_rank": 8,
     "trains_embedding": True,
     "quantization": "nf4",

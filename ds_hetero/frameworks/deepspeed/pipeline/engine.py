@@ -285,7 +285,10 @@ def _plan_of_stages(plan: Plan) -> Plan:
 
 
 def _meshes(plan: Plan) -> dict[tuple[int, ...], DeviceMesh]:
-    """Make the mesh of every tensor-parallel stage, on every rank in one order: each makes a process group."""
+    """Make the mesh of every tensor-parallel stage, on every rank in one order: each makes a process group.
+
+    The group numbers its ranks in ascending order, and DTensor takes them for those of the mesh.
+    """
     device = default_device().type
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages if stage.inner == "tensor"]
-    return {stage.ranks: DeviceMesh(device, list(stage.ranks)) for stage in stages}
+    return {stage.ranks: DeviceMesh(device, sorted(stage.ranks)) for stage in stages}

@@ -3,22 +3,25 @@
 A model that is to be cut says in ``base_model_pp_plan`` of its configuration which modules its decoder runs in order.
 
 Tensor-parallel stages: transformers' own plan of a model, applied to the layers of one stage by torch's DTensor.
+Embedding and head are cut by words, which transformers' plans do not do: their head gathers all logits on every rank.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.runtime.vocabulary import VocabularyPart, embed_part, project_to_part
 from ds_hetero.values.plans import Plan
 
 
@@ -82,7 +85,8 @@ def check_tensor_model(model: nn.Module) -> None:
     """Refuse a model that cannot be cut by tensor parallelism.
 
     Raises:
-        ModelError: it has no tensor-parallel plan, one with a style that is not known here, adapters or dropout.
+        ModelError: it has no tensor-parallel plan, one with a style that is not known here, an embedding or a head of
+            an unknown kind, adapters or dropout.
     """
     pretrained = pretrained_of(model)
     name = type(pretrained).__name__
@@ -91,6 +95,12 @@ def check_tensor_model(model: nn.Module) -> None:
         raise ModelError(f"{name} cannot run in tensor-parallel stages: its base_model_tp_plan has {sorted(unknown)}.")
     if not styles:
         raise ModelError(f"{name} cannot run in tensor-parallel stages: its configuration has no base_model_tp_plan.")
+    table, head = pretrained.get_input_embeddings(), pretrained.get_output_embeddings()
+    if not isinstance(table, nn.Embedding) or table.max_norm is not None or table.sparse or type(head) is not nn.Linear:
+        raise ModelError(
+            f"{name} cannot run in tensor-parallel stages, which cut an nn.Embedding (without max_norm and sparse "
+            f"gradients) and an nn.Linear by words: it has {table} and {head}. Use stages of one rank or sequence."
+        )
     if getattr(model, "peft_config", None):
         raise ModelError("adapters of PEFT cannot be cut by tensor parallelism; use stages of one rank or sequence.")
     dropouts = [at for at, module in pretrained.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
@@ -102,13 +112,14 @@ def check_tensor_model(model: nn.Module) -> None:
 
 
 def check_tensor_stages(model: nn.Module, plan: Plan) -> None:
-    """Refuse a model that the tensor-parallel stages of a plan cannot hold.
+    """Refuse a model, which `check_tensor_model` takes, that the tensor-parallel stages of a plan cannot hold.
 
     Raises:
-        ModelError: see `check_tensor_model`; or a degree does not divide the model's KV heads.
+        ModelError: a degree does not divide the model's KV heads, or leaves a rank without words.
     """
-    check_tensor_model(model)
     name = type(pretrained_of(model)).__name__
+    head: Any = pretrained_of(model).get_output_embeddings()
+    words: int = head.out_features
     kv_heads = plan.model.num_kv_heads if plan.model is not None else 1
     degrees = {len(s.ranks) for pipeline in plan.pipelines for s in pipeline.stages if s.inner == "tensor"}
     if wrong := sorted(degree for degree in degrees if kv_heads % degree):
@@ -116,15 +127,63 @@ def check_tensor_stages(model: nn.Module, plan: Plan) -> None:
             f"{name} has {kv_heads} KV heads, which tensor parallelism over {wrong[0]} ranks cannot share. Use a "
             'degree that divides them, or "inner": "sequence".'
         )
+    if wrong := sorted(degree for degree in degrees if -(-words // degree) * (degree - 1) >= words):
+        raise ModelError(
+            f"{name} has {words} words, of which tensor parallelism over {wrong[0]} ranks leaves the last rank none. "
+            'Use a smaller degree, or "inner": "sequence".'
+        )
 
 
-def cut_by_tensor_parallelism(pretrained: PretrainedModel, mesh: DeviceMesh) -> None:
-    """Replace the parameters of the layers that are there by shards on ``mesh``; the model is on its device."""
+def cut_by_tensor_parallelism(pretrained: PretrainedModel, mesh: DeviceMesh) -> VocabularyPart | None:
+    """Replace the parameters of what is there by shards on ``mesh``; the model is on its device.
+
+    Returns:
+        The words of which the head computes the logits; None where it is in another stage.
+    """
     plan = _plan_of(pretrained)
     decoder = pretrained.base_model
     modules = {name: module for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
     styles = {name: style for name in modules if (style := _style_of(name, plan)) in _STYLES}
     parallelize_module(decoder, mesh, {name: _STYLES[style]() for name, style in styles.items()})
+    shards: dict[int, nn.Parameter] = {}
+    _cut_by_words(pretrained.get_input_embeddings(), mesh, embed_part, shards)
+    return _cut_by_words(pretrained.get_output_embeddings(), mesh, project_to_part, shards)
+
+
+def _cut_by_words(
+    module: Any, mesh: DeviceMesh, run: Callable[..., Tensor], shards: dict[int, nn.Parameter]
+) -> VocabularyPart | None:
+    """Cut an embedding or a head, and let its class's own forward run on the rows of this rank's words.
+
+    Args:
+        module: the embedding or the head, or `Absent`.
+        run: `embed_part` or `project_to_part`.
+        shards: made so far, by identity of the whole parameter; one that both modules have is cut once.
+    """
+    if isinstance(module, Absent):
+        return None
+    part = VocabularyPart.of(mesh.get_group(), module.weight.shape[0])
+    for name, whole in list(module.named_parameters(recurse=False)):
+        if id(whole) not in shards:
+            shard = distribute_tensor(whole.detach(), mesh, [Shard(0)])
+            shards[id(whole)] = nn.Parameter(shard, requires_grad=whole.requires_grad)
+        setattr(module, name, shards[id(whole)])
+
+    def of_class(x: Tensor) -> Tensor:
+        held, padding = dict(module._parameters), getattr(module, "padding_idx", None)
+        module._parameters.update({name: p.to_local() for name, p in held.items() if isinstance(p, DTensor)})
+        if padding is not None:  # its row gets no gradient
+            module.padding_idx = padding - part.start if part.start <= padding < part.stop else None
+        try:
+            result: Tensor = type(module).forward(module, x)
+        finally:
+            module._parameters.update(held)
+            if padding is not None:
+                module.padding_idx = padding
+        return result
+
+    module.forward = lambda x: run(of_class, x, part)
+    return part
 
 
 def partial_parameters(pretrained: PretrainedModel) -> frozenset[str]:

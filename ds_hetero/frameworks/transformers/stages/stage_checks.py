@@ -2,12 +2,14 @@
 
 The cut relies on a decoder that does nothing but run its parts in order. Two short forwards without any layer show it:
 they must give back the hidden states that they are given, and hand the layers the same arguments whatever those are.
+Where tensor parallelism cuts the words of the head, two more show that the model treats the logits of each word alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +54,42 @@ def check_cuttable(model: nn.Module) -> None:
 
 def impossible_inners(model: nn.Module) -> dict[str, str]:
     """Return why ranks cannot share the work of a stage of this model, by the way in which they cannot."""
-    reasons = {"tensor": _refusal(check_tensor_model, model), "sequence": _refusal(_check_sharded, model)}
+    reasons = {"tensor": _refusal(_check_cut_words, model), "sequence": _refusal(_check_sharded, model)}
     return {inner: reason for inner, reason in reasons.items() if reason is not None}
+
+
+def _check_cut_words(model: nn.Module) -> None:
+    """Refuse a model whose stages cannot be cut by tensor parallelism, or that mixes the logits of different words."""
+    check_tensor_model(model)
+    pretrained: Any = pretrained_of(model)
+    parts, head, device = parts_of(pretrained), pretrained.get_output_embeddings(), default_device()
+    name = next(name for name, module in pretrained.named_modules() if module is head)
+    dtype, words = pretrained.dtype, head.out_features
+    hidden = torch.ones(1, _PROBE_TOKENS, head.in_features, dtype=dtype, device=device)
+    logits = torch.linspace(-2, 2, _PROBE_TOKENS * words, dtype=dtype, device=device).view(1, _PROBE_TOKENS, words)
+    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
+    half = words // 2
+
+    def of_given(given: Tensor) -> Tensor:
+        pretrained.set_submodule(name, _Given(given.clone()))
+        made: Tensor = pretrained(inputs_embeds=hidden, position_ids=positions, use_cache=False).logits
+        return made
+
+    with _without_layers(pretrained.base_model, parts), torch.no_grad():
+        try:
+            whole, end = of_given(logits), of_given(logits[..., half:])
+        except (AttributeError, TypeError, KeyError, RuntimeError, IndexError) as error:
+            raise ModelError(
+                f"{type(pretrained).__name__} cannot run in tensor-parallel stages: it does not run without its layers "
+                f"on logits of a part of its words ({type(error).__name__}: {error})."
+            ) from None
+        finally:
+            pretrained.set_submodule(name, head)
+    if whole.shape[-1] != words or not torch.allclose(whole[..., half:], end, rtol=1e-2, atol=1e-2):
+        raise ModelError(
+            f"{type(pretrained).__name__} cannot run in tensor-parallel stages: what it makes of the logits of a word "
+            "depends on those of others, which other ranks have. Use stages of one rank or sequence."
+        )
 
 
 def _check_sharded(model: nn.Module) -> None:
@@ -92,6 +128,7 @@ def check_stages(model: nn.Module, plan: Plan) -> None:
     if "sequence" in inners:
         _check_sharded(model)
     if "tensor" in inners:
+        _check_cut_words(model)
         check_tensor_stages(model, plan)
 
 
@@ -142,6 +179,17 @@ class _Recording(Absent):
     def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
         self._recorded.append([*args, *kwargs.values()])
         return hidden
+
+
+class _Given(nn.Module):
+    """A head that gives the logits that it was made with."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self._logits = logits
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._logits
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ from ds_hetero.runtime.loss import cross_entropy_sum, measure_tokens
 from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import UNTIMED, Clock, StepClock
+from ds_hetero.runtime.vocabulary import VocabularyPart
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.plans import Plan
 
@@ -92,6 +93,7 @@ class StageModel:
         self._guard = self._pretrained.register_forward_pre_hook(self._expect_pipeline)
         self._decoder_guard = self._decoder.register_forward_pre_hook(self._expect_pipeline)
         self._sharded: ShardedModel | None = None
+        self._words: VocabularyPart | None = None
 
     def shard_sequences(self, replica: Replica, kernel: str | None) -> None:
         """Switch a ``"sequence"`` stage to the attention of its schedule.
@@ -103,7 +105,7 @@ class StageModel:
 
     def cut_by_tensor_parallelism(self, mesh: DeviceMesh) -> None:
         """Keep this rank's shards of a ``"tensor"`` stage; the model is on its device."""
-        cut_by_tensor_parallelism(self._pretrained, mesh)
+        self._words = cut_by_tensor_parallelism(self._pretrained, mesh)
 
     def fill(self, device: torch.device) -> None:
         """Give what this rank holds its memory and its values, where the model was built without weights.
@@ -222,8 +224,8 @@ class StageModel:
         """Token losses of this rank added up, and `measures` with them."""
 
         def of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-            watched = () if self.measures is None else (measure_tokens(logits, labels),)
-            return (cross_entropy_sum(logits, labels), *watched)
+            watched = () if self.measures is None else (measure_tokens(logits, labels, self._words),)
+            return (cross_entropy_sum(logits, labels, part=self._words), *watched)
 
         if self._tiles is None:
             loss_sum, *watched = of_logits(self._pretrained(**inputs, use_cache=False).logits, labels)  # type: ignore[operator]
