@@ -5,8 +5,8 @@
 
 Our plan, HexiScale's as described, pure sequence parallelism, the best uniform grids, DeepSpeed's own PipelineEngine
 with equal stages, and plans that are worse on purpose train by turns in the same processes; predictions stand beside.
-On equal ranks, equal stages run under both engines. Then the peak memory of every rank against the plan's figure, and
-a rank that slows down to 40 % while the job runs.
+On equal ranks, equal stages run under both engines, and on pairs of like ranks six plans with tensor stages. Then the
+peak memory of every rank against the plan's figure, and a rank that slows down to 40 % while the job runs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from benchmarks.emulation.emulator import RankLab, emulate
 from benchmarks.measure.contenders import Shape
 from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.pipelines.memory import measure_memory
-from benchmarks.pipelines.plans import Task
+from benchmarks.pipelines.plans import Candidate, Task, candidates, tensor_candidates
 from benchmarks.pipelines.replan import measure_replan
 from benchmarks.pipelines.run import Contest, measure_equal, measure_plans
 from benchmarks.pipelines.tables import show, summarize, summarize_memory, summarize_replan
+from ds_hetero.cluster import Cluster
 
 LINK_BIT_PER_S, LINK_DELAY_S = 1e9, 100e-6
 
@@ -43,11 +44,13 @@ class Case:
         speeds: of the ranks, by node.
         measure: on every rank.
         summarize: what it came to.
+        choose: the plans.
     """
 
     speeds: tuple[tuple[float, ...], ...]
     measure: Callable[[RankLab, Contest], dict[str, Any]]
     summarize: Callable[[Mapping[str, Any]], dict[str, Any]]
+    choose: Callable[[Cluster, Task, int], list[Candidate]] = candidates
 
 
 CASES = {
@@ -55,6 +58,8 @@ CASES = {
     "4:4:3:2:2:1": Case(((4.0, 4.0, 3.0), (2.0, 2.0, 1.0)), measure_plans, summarize),
     "equal": Case(((1.0, 1.0), (1.0, 1.0)), measure_equal, summarize),
     "memory": Case(((4.0, 3.0), (2.0, 1.0)), measure_memory, summarize_memory),
+    "tensor": Case(((2.0, 2.0), (1.0, 1.0)), measure_plans, summarize, tensor_candidates),
+    "tensor-memory": Case(((2.0, 2.0), (1.0, 1.0)), measure_memory, summarize_memory, tensor_candidates),
     "replan": Case(((1.0,), (1.0,)), measure_replan, summarize_replan),
 }
 
@@ -75,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     for name in options.cases:
         with progress(console) as report, emulate(_cluster(name)) as emulated:
-            contest = Contest(_task(options), options.plans, options.rounds, options.budget)
+            contest = Contest(_task(options), CASES[name].choose, options.plans, options.rounds, options.budget)
             found = emulated.run(CASES[name].measure, contest, on_report=report)[0]
         result["cases"].append({"name": name, **found, "summary": CASES[name].summarize(found)})
     result["seconds"] = round(time.perf_counter() - begin, 1)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from benchmarks.emulation.emulator import RankLab
 from benchmarks.measure.allocations import peak_allocations
-from benchmarks.pipelines.plans import Candidate, candidates
+from benchmarks.pipelines.plans import Candidate
 from benchmarks.pipelines.run import Contest, cluster_of, of_rank_0
+from ds_hetero.gradient_sync.transfers import local_tensor
 
 _REPEATS = 3
 
@@ -27,7 +28,7 @@ _REPEATS = 3
 def measure_memory(lab: RankLab, contest: Contest) -> dict[str, Any]:
     """Peaks under every plan, one engine after the other; the same on every rank."""
     cluster = cluster_of(lab)
-    chosen = of_rank_0(lambda: candidates(cluster, contest.task, contest.plans))
+    chosen = of_rank_0(lambda: contest.choose(cluster, contest.task, contest.plans))
     plans = {}
     for done, candidate in enumerate(each for each in chosen if not each.plan.is_replicas):
         lab.report(0.1 + 0.9 * done / len(chosen), f"memory of {candidate.name}")
@@ -61,7 +62,7 @@ def _peak_bytes(candidate: Candidate, contest: Contest) -> int:
 def _held(engine: Any) -> Iterator[Tensor]:
     """What a rank keeps between steps."""
     optimizer = engine.optimizer
-    yield from engine.module.parameters()
+    yield from map(local_tensor, engine.module.parameters())
     yield from engine.module.buffers()
     for owned in optimizer.sync.owned.values():
         yield owned

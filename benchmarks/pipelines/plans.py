@@ -18,7 +18,7 @@ from ds_hetero.planner.pipelines.given import judge_plan
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.pipelines.rivals import best_sequence
 from ds_hetero.planner.published.hexiscale import plan_hexiscale
-from ds_hetero.values.plans import Plan, Stage
+from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 
 OURS, HEXISCALE, SEQUENCE, GRID, EQUAL = "ours", "hexiscale", "sequence", "grid", "equal stages"
 _GRIDS = 4  # best ones by prediction, of which the best by measurement counts
@@ -78,6 +78,51 @@ def candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate]:
             break
         found.append(_candidate(f"moved {len(found)}", to_plan(costs, judge_plan(costs, plan, goal))))
     return found
+
+
+def tensor_candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate]:
+    """Return six plans with tensor stages, ``most`` of them at most, on two nodes of two like ranks each.
+
+    Pairs after pairs, pairs beside single ranks on either side of the slow link, and pipelines of equal and of
+    different degrees.
+    """
+    costs = CalibratedStageCosts(cluster, model_of(task.shape), workload(task.tokens))
+    goal, layers = _goal(costs, task), task.shape.num_layers
+    speeds = [costs.pools.kinds[pool.kind].device.peak_flops_per_s for pool in costs.pools.pools]
+    cut, samples = (round(whole * speeds[0] / sum(speeds)) for whole in (layers, task.samples))
+    a, b = (pool.ranks for pool in costs.pools.pools)
+
+    def run(count: int, *stages: tuple[tuple[int, ...], int]) -> Pipeline:
+        ends = [sum(own for _, own in stages[: j + 1]) for j in range(len(stages))]
+        return Pipeline(
+            stages=tuple(
+                Stage(ranks=ranks, layers=(end - own, end), inner="one" if len(ranks) == 1 else "tensor")
+                for (ranks, own), end in zip(stages, ends, strict=True)
+            ),
+            micro_batch_size=1,
+            micro_batches=count,
+        )
+
+    shorter, rest, half = cut - layers // 8, layers - cut, layers // 2
+    singles_a = ((a[:1], cut // 2), (a[1:], cut - cut // 2))
+    singles_b = ((b[:1], rest // 2), (b[1:], rest - rest // 2))
+    plans = {
+        "2-2": [run(task.samples, (a, cut), (b, rest))],
+        "2-2, other layers": [run(task.samples, (a, shorter), (b, layers - shorter))],
+        "2-1-1": [run(task.samples, (a, cut), *singles_b)],
+        "1-1-2": [run(task.samples, *singles_a, (b, rest))],
+        "2 beside 2": [run(samples, (a, layers)), run(task.samples - samples, (b, layers))],
+        "2 beside 1-1": [
+            run(samples, (a, layers)),
+            run(task.samples - samples, (b[:1], half), (b[1:], layers - half)),
+        ],
+    }
+    model = PlannedModel(num_layers=layers, num_heads=task.shape.num_heads, num_kv_heads=task.shape.num_kv_heads)
+    judged = {
+        name: judge_plan(costs, Plan(pipelines=tuple(pipelines), model=model, seq_len=task.tokens), goal)
+        for name, pipelines in list(plans.items())[:most]
+    }
+    return [_candidate(f"tensor {name}", to_plan(costs, finished)) for name, finished in judged.items()]
 
 
 def equal_stages(cluster: Cluster, task: Task) -> Candidate:

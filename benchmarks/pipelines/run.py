@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.emulation.emulator import RankLab
 from benchmarks.lab.planning import profile_ranks, scaled
 from benchmarks.measure.turns import take_turns
-from benchmarks.pipelines.plans import Candidate, Task, candidates, equal_stages
+from benchmarks.pipelines.plans import Candidate, Task, equal_stages
 from ds_hetero.cluster import Cluster
 
 STOCK = "deepspeed"
@@ -28,12 +28,14 @@ class Contest:
 
     Args:
         task: what is trained.
+        choose: makes the plans of a cluster and a task, so many at most.
         plans: of them, at most; 0 for all.
         rounds: turns of every contender at most.
         budget_s: after which no further round begins.
     """
 
     task: Task
+    choose: Callable[[Cluster, Task, int], list[Candidate]]
     plans: int
     rounds: int
     budget_s: float
@@ -42,7 +44,7 @@ class Contest:
 def measure_plans(lab: RankLab, contest: Contest) -> dict[str, Any]:
     """Steps of ours, of its rivals and of other plans, by turns; the same on every rank."""
     cluster = cluster_of(lab)
-    chosen = of_rank_0(lambda: candidates(cluster, contest.task, contest.plans))
+    chosen = of_rank_0(lambda: contest.choose(cluster, contest.task, contest.plans))
     return _by_turns(lab, contest, [*chosen])
 
 

@@ -115,12 +115,12 @@ def _times(case: Mapping[str, Any]) -> Table:
 def _title(case: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     busy = f"; others used {case['foreign_cores']:.1f} cores" if case["foreign_cores"] > BUSY_CORES else ""
     rounds = len(next(iter(case["seconds"].values())))
-    text = f"{case['name']}: {rounds} rounds, median error {summary['median_error']:.1%}"
+    text = (
+        f"{case['name']}: {rounds} rounds, median error {summary['median_error']:.1%}, "
+        f"{summary['pairs_in_order']} of {summary['pairs']} pairs in order"
+    )
     if "best_grid" in summary:
-        text += (
-            f", {summary['over_best_grid']:.2f} x the best uniform grid, {summary['over_stock']:.2f} x DeepSpeed's, "
-            f"{summary['pairs_in_order']} of {summary['pairs']} pairs in order"
-        )
+        text += f", {summary['over_best_grid']:.2f} x the best uniform grid, {summary['over_stock']:.2f} x DeepSpeed's"
     if "stock_over_equal" in summary:
         text += f", {summary['stock_over_equal']:.3f} x DeepSpeed's"
     return text + busy

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.measure.contenders import Shape
+from benchmarks.pipelines.plans import Task, tensor_candidates
 from benchmarks.pipelines.tables import summarize, summarize_memory
+from ds_hetero.cluster import cluster_from_dict
 
 FOUND = {
     "seconds": {
@@ -32,6 +35,22 @@ def test_pairs_that_hardly_differ_are_not_ranked():
     assert summary["pairs"] == 5 and summary["pairs_in_order"] == 3
     assert sorted(summary["wrong_pairs"]) == [("grid pp2", "sequence"), ("grid pp4", "sequence")]
     assert summary["errors"]["ours"] == pytest.approx(-0.1)
+
+
+def test_plans_with_tensor_stages_hold_all_layers_and_samples():
+    device = {"peak_tflops": 0.02, "memory_gib": 8, "memory_bandwidth_gb_per_s": 10}
+    link = {"bandwidth_gb_per_s": 0.1, "latency_us": 100}
+    nodes = [{"name": name, "device": name, "count": 2, "link": link} for name in ("fast", "slow")]
+    devices = {"fast": device, "slow": {**device, "peak_tflops": 0.01}}
+    cluster = cluster_from_dict({"nodes": nodes, "network": link, "devices": devices})
+    shape = Shape(num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=64, num_layers=12)
+    made = tensor_candidates(cluster, Task(shape, 64, 6), 10)
+    degrees = [[[len(s.ranks) for s in pipeline.stages] for pipeline in each.plan.pipelines] for each in made]
+    assert degrees == [[[2, 2]], [[2, 2]], [[2, 1, 1]], [[1, 1, 2]], [[2], [2]], [[2], [1, 1]]]
+    assert all(each.plan.batch_split.samples == 6 and each.predicted_s > 0 for each in made)
+    assert {len(each.memory_bytes) for each in made} == {4}
+    assert made[0].plan.pipelines[0].stages[0].layers == (0, 8)
+    assert [p.micro_batches for p in made[4].plan.pipelines] == [4, 2]
 
 
 def test_the_worst_rank_counts():
