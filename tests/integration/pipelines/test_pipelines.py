@@ -119,8 +119,7 @@ def random_plans_train_as_one_process(rank, world_size, seeds, dtype=torch.float
     for seed in seeds:
         rng = random.Random(seed)
         plan, changes = random_plan(rng, world_size), {"tie_word_embeddings": rng.random() < 0.4}
-        inners = {stage.get("inner") for p in plan["pipelines"] for stage in p["stages"]}
-        lora = rng.random() < 0.3 and "tensor" not in inners
+        lora = rng.random() < 0.3
         changes["num_key_value_heads"] = HEADS
         packed = rng.random() < 0.5
         worst[seed], _ = errors_against_one_process(
@@ -275,9 +274,24 @@ def test_words_that_are_too_few_for_a_degree_are_refused():
         check_stages(model, read_plan(plan))
 
 
-def test_adapters_are_trained_alone():
-    plan = PLANS["sequence stage and single stages"]
-    assert max(worst for worst, _ in run_deepspeed(trains_as_one_process, 5, plan, {}, False, True)) < 1e-12
+@pytest.mark.parametrize("name", ["sequence stage and single stages", "tensor stage and single stages"])
+def test_adapters_are_trained_alone(name):
+    assert max(worst for worst, _ in run_deepspeed(trains_as_one_process, 5, PLANS[name], {}, False, True)) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"use_dora": True}, "use_dora"), ({"modules_to_save": ["norm"]}, "modules_to_save"), (None, "IA3")],
+)
+def test_adapters_that_are_more_than_lora_are_refused_in_tensor_stages(options, text):
+    from peft import IA3Config, LoraConfig, get_peft_model
+
+    made = IA3Config(target_modules=["q_proj"], feedforward_modules=[]) if options is None else LoraConfig(
+        target_modules=["q_proj"], **options
+    )  # fmt: skip
+    reason = impossible_inners(get_peft_model(llama(), made))["tensor"]
+    assert "not plain LoRA" in reason and text in reason
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def check_tensor_model(model: nn.Module) -> None:
 
     Raises:
         ModelError: it has no tensor-parallel plan, one with a style that is not known here, an embedding or a head of
-            an unknown kind, adapters or dropout.
+            an unknown kind, adapters other than LoRA, or dropout.
     """
     pretrained = pretrained_of(model)
     name = type(pretrained).__name__
@@ -101,14 +101,27 @@ def check_tensor_model(model: nn.Module) -> None:
             f"{name} cannot run in tensor-parallel stages, which cut an nn.Embedding (without max_norm and sparse "
             f"gradients) and an nn.Linear by words: it has {table} and {head}. Use stages of one rank or sequence."
         )
-    if getattr(model, "peft_config", None):
-        raise ModelError("adapters of PEFT cannot be cut by tensor parallelism; use stages of one rank or sequence.")
+    for adapter in getattr(model, "peft_config", {}).values():
+        if what := _beyond_lora(adapter):
+            raise ModelError(
+                f"{name} cannot run in tensor-parallel stages with adapters that are not plain LoRA ({what}). Use "
+                "stages of one rank or sequence."
+            )
     dropouts = [at for at, module in pretrained.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
     if dropouts or pretrained.config.get_text_config().to_dict().get("attention_dropout"):
         raise ModelError(
             f"{name} cannot run in tensor-parallel stages with dropout ({', '.join(dropouts[:3]) or 'in attention'}): "
             "ranks that hold copies would drop different elements. Set it to 0."
         )
+
+
+_BESIDE_LORA = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
+
+
+def _beyond_lora(adapter: Any) -> str:
+    """Why an adapter is more than two matrices beside a linear layer: its kind, or options; empty if it is not."""
+    kind = str(adapter.peft_type).rpartition(".")[2]
+    return kind if kind != "LORA" else ", ".join(key for key in _BESIDE_LORA if getattr(adapter, key, None))
 
 
 def check_tensor_stages(model: nn.Module, plan: Plan) -> None:
@@ -143,7 +156,7 @@ def cut_by_tensor_parallelism(pretrained: PretrainedModel, mesh: DeviceMesh) -> 
     plan = _plan_of(pretrained)
     decoder = pretrained.base_model
     modules = {name: module for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
-    styles = {name: style for name in modules if (style := _style_of(name, plan)) in _STYLES}
+    styles = {name: style for name in modules if (style := _style_of_linear(name, plan)) in _STYLES}
     parallelize_module(decoder, mesh, {name: _STYLES[style]() for name, style in styles.items()})
     shards: dict[int, nn.Parameter] = {}
     _cut_by_words(pretrained.get_input_embeddings(), mesh, embed_part, shards)
@@ -195,6 +208,19 @@ def partial_parameters(pretrained: PretrainedModel) -> frozenset[str]:
 
 def _plan_of(pretrained: PretrainedModel) -> Mapping[str, str]:
     return dict(getattr(pretrained.config.get_text_config(), "base_model_tp_plan", None) or {})
+
+
+def _style_of_linear(name: str, plan: Mapping[str, str]) -> str:
+    """The style of a linear layer, which may be in one of PEFT's.
+
+    Of LoRA's matrices the one on the side that is cut is cut with it, so that what is between the two is whole on every
+    rank: of ``colwise`` layers the second by its rows, of ``rowwise`` ones the first by its columns.
+    """
+    matrix = re.fullmatch(r"(.*)\.lora_([AB])\.[^.]+", name)
+    if matrix is None:
+        return _style_of(name.removesuffix(".base_layer"), plan)
+    style = _style_of(matrix[1], plan)
+    return style if (style, matrix[2]) in (("colwise", "B"), ("rowwise", "A")) else ""
 
 
 def _style_of(name: str, plan: Mapping[str, str]) -> str:
