@@ -87,7 +87,7 @@ def tensor_candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate
     different degrees.
     """
     costs = CalibratedStageCosts(cluster, model_of(task.shape), workload(task.tokens))
-    goal, layers = _goal(costs, task), task.shape.num_layers
+    goal, layers = costs.time_objective(), task.shape.num_layers
     speeds = [costs.pools.kinds[pool.kind].device.peak_flops_per_s for pool in costs.pools.pools]
     cut, samples = (round(whole * speeds[0] / sum(speeds)) for whole in (layers, task.samples))
     a, b = (pool.ranks for pool in costs.pools.pools)
