@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,30 +92,19 @@ def project_to_part(project: Callable[[Tensor], Tensor], x_bLH: Tensor, part: Vo
     Caller: every rank of the part's group.
     Collectives: none forward, one all_reduce backward.
     """
-    logits: Tensor = project(_Copies.apply(x_bLH, part))  # type: ignore[no-untyped-call]
-    return logits
+    own_bLH = x_bLH.view_as(x_bLH)
+    if own_bLH.requires_grad:
+        own_bLH.register_hook(lambda summand: part.summed(summand.clone(memory_format=torch.contiguous_format)))  # type: ignore[no-untyped-call]
+    return project(own_bLH)
 
 
 class _Sum(torch.autograd.Function):
     """The sum over ranks, whose gradient all ranks have."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: VocabularyPart) -> Tensor:
+    def forward(ctx: object, x: Tensor, part: VocabularyPart) -> Tensor:
         return part.summed(x.clone())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-class _Copies(torch.autograd.Function):
-    """The same on every rank, of whose gradient each has a summand."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, part: VocabularyPart) -> Tensor:
-        ctx.part = part
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.part.summed(gradient.clone(memory_format=torch.contiguous_format)), None

@@ -166,7 +166,7 @@ class Boundary:
 
 
 def _gathered(part: Tensor, length: int, group: ProcessGroup) -> Tensor:
-    """What ranks carry one after the other, ``[b, L, H]``, of ``[b, c, H]`` on each; the last ones may be padded."""
+    """Tokens that ranks carry one after the other, ``[b, L, H]``, of ``[b, c, H]`` on each; the last may be padded."""
     rows, tokens, width = part.shape
     parts = part.new_empty(dist.get_world_size(group) * rows, tokens, width)
     with waiting_for_peers("gathering what a neighbouring stage of its pipeline sent"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -118,9 +118,9 @@ def check_tensor_model(model: nn.Module) -> None:
 _BESIDE_LORA = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
 
 
-def _beyond_lora(adapter: Any) -> str:
+def _beyond_lora(adapter: object) -> str:
     """Why an adapter is more than two matrices beside a linear layer: its kind, or options; empty if it is not."""
-    kind = str(adapter.peft_type).rpartition(".")[2]
+    kind = str(getattr(adapter, "peft_type", None)).rpartition(".")[2]
     return kind if kind != "LORA" else ", ".join(key for key in _BESIDE_LORA if getattr(adapter, key, None))
 
 
@@ -131,8 +131,9 @@ def check_tensor_stages(model: nn.Module, plan: Plan) -> None:
         ModelError: a degree does not divide the model's KV heads, or leaves a rank without words.
     """
     name = type(pretrained_of(model)).__name__
-    head: Any = pretrained_of(model).get_output_embeddings()
-    words: int = head.out_features
+    head = pretrained_of(model).get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    words = head.out_features
     kv_heads = plan.model.num_kv_heads if plan.model is not None else 1
     degrees = {len(s.ranks) for pipeline in plan.pipelines for s in pipeline.stages if s.inner == "tensor"}
     if wrong := sorted(degree for degree in degrees if kv_heads % degree):
@@ -164,7 +165,7 @@ def cut_by_tensor_parallelism(pretrained: PretrainedModel, mesh: DeviceMesh) -> 
 
 
 def _cut_by_words(
-    module: Any, mesh: DeviceMesh, run: Callable[..., Tensor], shards: dict[int, nn.Parameter]
+    module: nn.Module | None, mesh: DeviceMesh, run: Callable[..., Tensor], shards: dict[int, nn.Parameter]
 ) -> VocabularyPart | None:
     """Cut an embedding or a head, and let its class's own forward run on the rows of this rank's words.
 
@@ -173,9 +174,9 @@ def _cut_by_words(
         run: `embed_part` or `project_to_part`.
         shards: made so far, by identity of the whole parameter; one that both modules have is cut once.
     """
-    if isinstance(module, Absent):
+    if module is None or isinstance(module, Absent):
         return None
-    part = VocabularyPart.of(mesh.get_group(), module.weight.shape[0])
+    part = VocabularyPart.of(mesh.get_group(), module.get_parameter("weight").shape[0])
     for name, whole in list(module.named_parameters(recurse=False)):
         if id(whole) not in shards:
             shard = distribute_tensor(whole.detach(), mesh, [Shard(0)])
@@ -184,15 +185,16 @@ def _cut_by_words(
 
     def of_class(x: Tensor) -> Tensor:
         held, padding = dict(module._parameters), getattr(module, "padding_idx", None)
-        module._parameters.update({name: p.to_local() for name, p in held.items() if isinstance(p, DTensor)})
+        own = {name: p.to_local() for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+        module._parameters.update(own)
         if padding is not None:  # its row gets no gradient
-            module.padding_idx = padding - part.start if part.start <= padding < part.stop else None
+            vars(module)["padding_idx"] = padding - part.start if part.start <= padding < part.stop else None
         try:
             result: Tensor = type(module).forward(module, x)
         finally:
             module._parameters.update(held)
             if padding is not None:
-                module.padding_idx = padding
+                vars(module)["padding_idx"] = padding
         return result
 
     module.forward = lambda x: run(of_class, x, part)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +60,9 @@ def impossible_inners(model: nn.Module) -> dict[str, str]:
 def _check_cut_words(model: nn.Module) -> None:
     """Refuse a model whose stages cannot be cut by tensor parallelism, or that mixes the logits of different words."""
     check_tensor_model(model)
-    pretrained: Any = pretrained_of(model)
-    parts, head, device = parts_of(pretrained), pretrained.get_output_embeddings(), default_device()
+    pretrained, device = pretrained_of(model), default_device()
+    parts, head = parts_of(pretrained), pretrained.get_output_embeddings()
+    assert isinstance(pretrained, nn.Module) and isinstance(head, nn.Linear)
     name = next(name for name, module in pretrained.named_modules() if module is head)
     dtype, words = pretrained.dtype, head.out_features
     hidden = torch.ones(1, _PROBE_TOKENS, head.in_features, dtype=dtype, device=device)
