@@ -185,8 +185,8 @@ def _cut_by_words(
 
     def of_class(x: Tensor) -> Tensor:
         held, padding = dict(module._parameters), getattr(module, "padding_idx", None)
-        own = {name: p.to_local() for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
-        module._parameters.update(own)
+        for name, whole in list(module.named_parameters(recurse=False)):
+            vars(module)["_parameters"][name] = whole.to_local() if isinstance(whole, DTensor) else whole
         if padding is not None:  # its row gets no gradient
             vars(module)["padding_idx"] = padding - part.start if part.start <= padding < part.stop else None
         try:
