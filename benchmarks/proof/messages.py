@@ -391,8 +391,8 @@ class PipelineJob:
         return {name: ParameterLayout(self.shapes[name], tuple(cuts[name])) for name in order}
 
     def _cut(self, stage: Stage, name: str) -> Cut:
-        shape, dim = self.shapes[name], {"qkv": 0, "out": 1}.get(name.rpartition(".")[2])
-        if stage.inner == "tensor" and dim is not None:
+        shape, dim = self.shapes[name], 1 if name.endswith("out") else 0
+        if stage.inner == "tensor":
             return Cut.along(dim, stage.ranks, share(shape[dim], [1] * len(stage.ranks)))
         return Cut.whole(shape, *stage.ranks, partial=stage.inner == "sequence")
 
@@ -463,16 +463,26 @@ class _Passes:
 
     def _layers(self, k: int) -> None:
         assert self._stage.layers is not None
+        if self._before is None:
+            self._sum("hidden")
         for _ in range(*self._stage.layers):
             self._layer(k, backward=False)
+        if self._after is None:
+            self._sum("largest")
+            self._sum("sums")
+
+    def _sum(self, shape: str) -> None:
+        """Add up what ranks of a tensor stage make of their heads, columns or words; others have nothing to add."""
+        if self._stage.inner == "tensor":
+            self._log.wait(self._log.collective("allreduce", sorted(self._stage.ranks), "tensor", (shape,)))
 
     def _layer(self, k: int, backward: bool) -> None:
         """Attention of a sequence stage; tensor parallelism's sum, which is torch's, of a tensor stage."""
         attention = self._job.attention(self._stage, self._i, k)
         if attention is not None:
             attention.post(self._log, backward)
-        elif self._stage.inner == "tensor":
-            self._log.wait(self._log.collective("allreduce", sorted(self._stage.ranks), "tensor", ("hidden",)))
+        else:
+            self._sum("hidden")
 
     def _backward(self, k: int) -> None:
         held, is_last = self._job.held(self._stage), k == self._count - 1
@@ -484,6 +494,8 @@ class _Passes:
 
         if self._after is None and not (self._job.tied and self._before is None):
             gradient("embedding" if self._job.tied else "head")
+        if self._after is None:
+            self._sum("hidden")
         for layer in reversed(range(*self._stage.layers)):
             if self._job.recompute:
                 self._layer(k, backward=False)
