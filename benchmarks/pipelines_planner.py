@@ -4,6 +4,8 @@
         against the exact optimum on random clusters of 3 to 6 devices
     python -m benchmarks.pipelines_planner growth [--devices 64 320 1024 4096]
         CPU seconds, gap to the bound, re-planning
+    python -m benchmarks.pipelines_planner constants [--clusters 8]
+        the numbers that steer the search, each with others in its place, on random clusters of 5 to 48 devices
 
 Times are CPU seconds of one thread, so that other work on the machine does not count. The exit code is 1 if a figure
 that must be reached is not: within 1 % of the optimum on 99 % of the clusters and 3 % at worst, never slower than
@@ -26,8 +28,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, mean, median
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.measure.exact_pipelines import solve_pipelines_exact
 from benchmarks.measure.results import FOLDER, header, write
@@ -37,6 +40,7 @@ from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.planner.pipeline_search import search
 from ds_hetero.planner.pipeline_search.batches import balance_bound_s
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator
 from ds_hetero.planner.pipeline_search.search import Search, default_effort_s
@@ -48,13 +52,24 @@ from ds_hetero.planner.published.tangram import plan_tangram
 WORK = Workload(seq_len=4096)
 DEVICES = ("A800-SXM-80GB", "RTX-4090", "RTX-3090")
 MOST_TIMED = 1024  # devices up to which a search must end in time
+OTHERS = {  # values that `constants` puts in the place of those of the search
+    "KEPT": (2, 32),
+    "STARTS_SHARE": (0.05, 0.6),
+    "KICK_BEST": (0.0, 1.0),
+    "KICK_MOVES": (1, 8),
+    "KICK_TRIES": (2, 40),
+    "KICK_LOSS": (1.05, 4.0),
+    "LAST_WORD": (1, 32),
+    "LAST_WORD_SHARE": (0.0, 0.4),
+}
+SAME = 1e-4  # relative difference below which two plans count as equally fast
 
 
-def random_cluster(rng: random.Random) -> Cluster:
-    """3 to 6 devices on nodes of 1 to 3, over 0.7, 3 or 10 GB/s."""
-    left, nodes = rng.randint(3, 6), []
+def random_cluster(rng: random.Random, devices: tuple[int, int] = (3, 6), on_node: int = 3) -> Cluster:
+    """3 to 6 devices on nodes of 1 to 3, or so many, over 0.7, 3 or 10 GB/s."""
+    left, nodes = rng.randint(*devices), []
     while left:
-        count = min(left, rng.randint(1, 3))
+        count = min(left, rng.randint(1, on_node))
         nodes.append({"name": f"n{len(nodes)}", "device": rng.choice(DEVICES), "count": count})
         left -= count
     network = {"bandwidth_gb_per_s": rng.choice((0.7, 3, 10)), "latency_us": 10}
@@ -206,6 +221,48 @@ def growth(devices: int) -> dict[str, Any]:
     return row
 
 
+def constants(clusters: int) -> list[dict[str, Any]]:
+    """Plans of the search with another constant over those that it finds, at the same effort of half the usual.
+
+    Args:
+        clusters: half of them of 5 to 8 devices, where the search begins anew, half of 12 to 48, where it has no time for that.
+    """
+    rng = random.Random(1)
+    model = load_model("llama-2-13b")
+    sizes = ((5, 8), (12, 48))
+    tasks = [(random_cluster(rng, sizes[i % 2], 8), rng.choice((32, 64, 128))) for i in range(clusters)]
+
+    def values(**constants: float) -> list[float]:
+        found = []
+        for cluster, samples in tasks:
+            costs = CalibratedStageCosts(cluster, model, WORK)
+            goal = costs.time_objective()
+            with patch.multiple(search, **{"KEPT": search.KEPT, **constants}):
+                effort_s = default_effort_s(cluster.num_ranks) / 2
+                result = Search(Evaluator(costs, samples, goal), effort_s=effort_s, last_word=search.LAST_WORD).run()
+            found.append(inf if result is None else result.best.value)
+        return found
+
+    usual, rows = values(), []
+    for name, others in OTHERS.items():
+        for other in others:
+            over = [value / own for value, own in zip(values(**{name: other}), usual, strict=True)]
+            rows.append(
+                {
+                    "constant": name,
+                    "value": getattr(search, name),
+                    "other": other,
+                    "slower": sum(ratio > 1 + SAME for ratio in over),
+                    "faster": sum(ratio < 1 - SAME for ratio in over),
+                    "mean": fmean(over) - 1,
+                    "most": max(over) - 1,
+                    "least": min(over) - 1,
+                }
+            )
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def growth_failures(row: dict[str, Any]) -> list[str]:
     """What an outcome of `growth` does not reach, for up to `MOST_TIMED` devices."""
     limits = {"first_cpu_s": 1, "final_cpu_s": 5, "replan_first_wall_s": 0.05, "replan_cpu_s": 1}
@@ -218,8 +275,8 @@ def growth_failures(row: dict[str, Any]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 if everything that must be reached is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("exact", "growth"))
-    parser.add_argument("--clusters", type=int, default=200)
+    parser.add_argument("what", choices=("exact", "growth", "constants"))
+    parser.add_argument("--clusters", type=int, help="200 for exact, 8 for constants if left out")
     parser.add_argument("--seconds", type=float, default=3600, help="of CPU, for exact")
     parser.add_argument("--kept", type=Path, help="file that exact continues after it was stopped")
     parser.add_argument("--devices", type=int, nargs="+", default=[64, 320, 1024])
@@ -227,9 +284,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     outcome = header(" ".join(["python -m benchmarks.pipelines_planner", *(arguments or sys.argv[1:])]))
     if options.what == "exact":
-        rows = [exact(options.clusters, options.seconds, options.kept)]
+        rows = [exact(options.clusters or 200, options.seconds, options.kept)]
         failures = exact_failures(rows[0])
         print(json.dumps(rows[0]))
+    elif options.what == "constants":
+        rows, failures = constants(options.clusters or 8), []
     else:
         rows, failures = [], []
         for devices in options.devices:

@@ -92,41 +92,52 @@ def test_aliases_that_expand_to_billions_of_values_are_refused_at_once() -> None
     assert lines_run(read) < 10_000
 
 
-def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
-    large = tmp_path / "large.json"
-    large.write_text("[]" + " " * 200)
-    binary = tmp_path / "binary.json"
-    binary.write_bytes(b"\xff\xfe\x00")
-    looping = tmp_path / "loop.json"
-    os.symlink(looping, looping)
-    for path, message in [
-        (tmp_path / "absent.json", "No such file"),
-        (tmp_path, "Is a directory"),
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent.json", "No such file"),
+        ("", "Is a directory"),
         ("a\0b", "null"),
         ("x" * 300, "name too long"),
-        (binary, "utf-8"),
-        (looping, "symbolic links"),
-    ]:
-        with pytest.raises(ScheduleError, match=message):
-            read_file(path, "schedule", ScheduleError)
-    with pytest.raises(ScheduleError, match="has 202 bytes; at most 100 are read"):
-        read_file(large, "schedule", ScheduleError, max_bytes=100)
+        ("binary.json", "utf-8"),
+        ("loop.json", "symbolic links"),
+        ("large.json", "has 20,002 bytes; at most 10,000 are read"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "large.json").write_text("[]" + " " * 20_000)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    os.symlink(tmp_path / "loop.json", tmp_path / "loop.json")
+    with pytest.raises(ScheduleError, match=message):
+        read_file(tmp_path / name, "schedule", ScheduleError, max_bytes=10_000)
 
 
-def test_content_given_as_an_object_is_held_to_the_same_rules() -> None:
+def test_content_given_as_an_object_may_hold_what_a_file_can() -> None:
     check_content({"a": [1, 2.5, None, True, "x", (1, 2)]}, "the section", ScheduleError)
-    nested: Any = []
-    for _ in range(3_000):
-        nested = [nested]
-    for content, message in [({1: 2}, "must be text"), ({"a": object()}, "a is a object"), (nested, "nested")]:
-        with pytest.raises(ScheduleError, match=message):
-            check_content(content, "the section", ScheduleError)
 
 
-def test_values_are_shown_shortened() -> None:
+def _nested(depth: int, width: int = 1) -> Any:
     nested: Any = []
-    for _ in range(9):
-        nested = [nested] * 9
-    for value in (nested, "x" * 10**6, 10**400, {i: i for i in range(10**5)}):
-        assert len(shortened(value)) <= 200
-        assert lines_run(lambda value=value: shortened(value)) < 20_000  # type: ignore[misc]
+    for _ in range(depth):
+        nested = [nested] * width
+    return nested
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [({1: 2}, "must be text"), ({"a": object()}, "a is a object"), (_nested(3_000), "nested")],
+    ids=["key", "object", "nested"],
+)
+def test_content_given_as_an_object_is_held_to_the_same_rules(content: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check_content(content, "the section", ScheduleError)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [_nested(9, 9), "x" * 10**6, 10**400, {i: i for i in range(10**5)}],
+    ids=["nested", "text", "number", "object"],
+)
+def test_values_are_shown_shortened(value: Any) -> None:
+    assert len(shortened(value)) <= 200
+    assert lines_run(lambda: shortened(value)) < 20_000

@@ -70,14 +70,17 @@ def test_doctor_says_what_only_the_start_of_a_job_can_tell(tmp_path):
     assert '"plan": the ranks are measured at the start of the job' in run.stdout
 
 
-def test_profile_refuses_what_it_could_not_write_before_it_measures(tmp_path):
-    for options, says in (
-        (["--out", tmp_path / "cluster.txt"], "must end in .yaml or .json"),
-        (["--out", tmp_path / "none" / "cluster.yaml"], "is no folder that may be written to"),
-        (["--out", tmp_path / "cluster.yaml", "--dtype", "int8"], "must be one of bfloat16"),
-    ):
-        run = _run("profile", *options)
-        assert run.returncode == 2 and says in run.stderr and not run.stdout
+@pytest.mark.parametrize(
+    ("out", "dtype", "says"),
+    [
+        ("cluster.txt", "float32", "must end in .yaml or .json"),
+        ("none/cluster.yaml", "float32", "is no folder that may be written to"),
+        ("cluster.yaml", "int8", "must be one of bfloat16"),
+    ],
+)
+def test_profile_refuses_what_it_could_not_write_before_it_measures(tmp_path, out, dtype, says):
+    run = _run("profile", "--out", tmp_path / out, "--dtype", dtype)
+    assert run.returncode == 2 and says in run.stderr and not run.stdout
 
 
 def _ended(*arguments):

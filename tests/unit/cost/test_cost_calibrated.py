@@ -263,11 +263,14 @@ def moments(model, cluster, schedule, **work):
     return bound.memory_moments(*bound.arrays(schedule))
 
 
-def test_each_zero_stage_partitions_its_model_states():
+@pytest.mark.parametrize(("stage", "per_parameter"), [(0, 2 + 2 + 12), (1, 2 + 2 + 6), (2, 2 + 1 + 6), (3, 1 + 1 + 6)])
+def test_each_zero_stage_partitions_its_model_states(stage, per_parameter):
+    found = _states(cluster(1, 1), zero_stage=stage)
+    assert found.tolist() == [pytest.approx(MODEL.num_parameters * per_parameter)] * 2
+
+
+def test_model_states_follow_weights_and_replicas():
     count, two = MODEL.num_parameters, cluster(1, 1)
-    for stage, per_parameter in ((0, 2 + 2 + 12), (1, 2 + 2 + 6), (2, 2 + 1 + 6), (3, 1 + 1 + 6)):
-        found = _states(two, zero_stage=stage)
-        assert found.tolist() == [pytest.approx(count * per_parameter)] * 2
     weighted = _states(two, zero_stage=1, zero_weights=(3.0, 1.0))
     assert weighted.tolist() == [pytest.approx(count * (4 + 9)), pytest.approx(count * (4 + 3))]
     replicas = _states(two, zero_stage=3, data_parallel=4)

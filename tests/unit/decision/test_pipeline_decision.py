@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -157,12 +158,15 @@ def test_a_plan_that_fits_only_with_weighted_owners_is_run_and_kept_with_them(tm
     assert again == searched.plan
 
 
-def test_stages_are_planned_in_the_ways_that_a_model_can_run_and_its_kv_heads_allow():
+@pytest.mark.parametrize(("inner", "other"), [("tensor", "sequence"), ("sequence", "tensor")])
+def test_stages_are_planned_in_the_ways_that_a_model_can_run(inner, other):
     work = Workload(seq_len=4096)
-    for size, inner in ((2, "tensor"), (2, "sequence")):
-        others = tuple({"tensor", "sequence"} - {inner})
-        assert CalibratedStageCosts(CLUSTER, MODEL, work).stage(0, size, inner, 1, 1) is not None
-        assert CalibratedStageCosts(CLUSTER, MODEL, work, others).stage(0, size, inner, 1, 1) is None
+    assert CalibratedStageCosts(CLUSTER, MODEL, work).stage(0, 2, inner, 1, 1) is not None
+    assert CalibratedStageCosts(CLUSTER, MODEL, work, (other,)).stage(0, 2, inner, 1, 1) is None
+
+
+def test_tensor_parallel_stages_have_at_most_a_rank_for_a_kv_head():
+    work = Workload(seq_len=4096)
     assert CalibratedStageCosts(CLUSTER, MODEL, work, ()).stage(0, 1, "one", 1, 1) is not None
     eight = load_cluster("hexiseq-setting-1")
     assert CalibratedStageCosts(eight, MODEL, work).stage(0, 8, "tensor", 1, 1) is not None
@@ -189,14 +193,15 @@ def test_a_plan_of_one_sequence_stage_is_one_of_pipelines_where_full_is_asked_fo
     ]
 
 
-def test_the_size_of_a_tile_reaches_the_prediction():
+@pytest.mark.parametrize("read", [partial(workload_of, num_replicas=1), pipelines_workload], ids=["rows", "pipelines"])
+def test_the_size_of_a_tile_reaches_the_prediction(read):
     job = JobFacts(
         section=read_section({"seq_len": 4096, "tile_tokens": 512}),
         model=ModelFacts(name="m", num_heads=4, num_kv_heads=4),
         training=TrainingFacts(),
     )
-    for work in (workload_of(job, 1, on_host=True), pipelines_workload(job, on_host=True)):
-        assert (work.tiled_logits, work.tiled_mlp, work.tile_tokens) == (True, True, 512)
+    work = read(job, on_host=True)
+    assert (work.tiled_logits, work.tiled_mlp, work.tile_tokens) == (True, True, 512)
 
 
 def test_what_a_model_cannot_run_is_left_out():

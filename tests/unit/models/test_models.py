@@ -136,9 +136,17 @@ def test_null_stands_for_a_key_that_is_left_out(tmp_path):
     assert model_from_config(LLAMA | empty, "m") == model_from_config(LLAMA, "m")
 
 
-def test_nested_and_doubled_keys_of_a_model_file_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "nested"),
+        ('{"n_head": 1, "n_head": 2}', "twice"),
+        ("9" * 5000, "64 bits"),
+    ],
+    ids=["nested", "twice", "long"],
+)
+def test_nested_and_doubled_keys_of_a_model_file_are_refused(tmp_path, text, message):
     path = tmp_path / "model.json"
-    for text, message in (("[" * 100_000, "nested"), ('{"n_head": 1, "n_head": 2}', "twice"), ("9" * 5000, "64 bits")):
-        path.write_text(text)
-        with pytest.raises(ModelError, match=message):
-            load_model(path)
+    path.write_text(text)
+    with pytest.raises(ModelError, match=message):
+        load_model(path)

@@ -55,14 +55,15 @@ def test_a_sum_over_given_items_is_found() -> None:
         unit_of_probes([probe(_of_tokens, _batch(), 4, by_items=True)], "Model")
 
 
-def test_a_loss_between_rows_and_a_sum_are_refused() -> None:
-    def contrastive(batch: Any) -> Tensor:
-        features = _logits(batch).mean(1)
-        return cross_entropy(features @ features.T, torch.arange(len(features)))
+def _contrastive(batch: Any) -> Tensor:
+    features = _logits(batch).mean(1)
+    return cross_entropy(features @ features.T, torch.arange(len(features)))
 
-    for loss in (contrastive, lambda batch: _logits(batch).square().sum()):
-        with pytest.raises(ConfigError, match="no mean over the samples or labels"):
-            unit_of_probes([probe(loss, {"ids": _batch()["ids"]}, 4)], "Model")
+
+@pytest.mark.parametrize("loss", [_contrastive, lambda batch: _logits(batch).square().sum()], ids=["rows", "sum"])
+def test_a_loss_between_rows_and_a_sum_are_refused(loss: Callable[[Any], Tensor]) -> None:
+    with pytest.raises(ConfigError, match="no mean over the samples or labels"):
+        unit_of_probes([probe(loss, {"ids": _batch()["ids"]}, 4)], "Model")
 
 
 def test_a_loss_that_says_nothing_is_asked_for() -> None:

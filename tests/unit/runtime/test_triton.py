@@ -45,11 +45,11 @@ def test_compiles_for_ampere_within_registers_and_shared_memory(name, many):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_KIB)
-def test_heads_of_128_do_not_spill_on_any_architecture(capability):
+@pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
+def test_heads_of_128_do_not_spill_on_any_architecture(capability, name):
     dtype = "fp16" if capability < 80 else "bf16"
-    for name in ("forward", "dq", "dkv"):
-        build = Build(capability, name, 128, dtype)
-        assert compile_build(build).faults(build) == [], build
+    build = Build(capability, name, 128, dtype)
+    assert compile_build(build).faults(build) == [], build
 
 
 def test_what_a_card_cannot_hold_is_a_fault():

@@ -91,16 +91,19 @@ def test_a_dataset_split_by_node_shows_its_shard():
 @pytest.mark.parametrize(
     "make", [lambda *_: DataLoader(Numbers(), shuffle=True), lambda *_: DataLoader(Stream()), lambda *_: [{}, {}]]
 )
-def test_without_a_sampler_that_shards_first_batches_decide(make):
-    reports = reports_of(make, OVER_RANKS, 2)
-    assert decide_batch_mode(reports)[0] is None
-    for firsts, mode in (
+@pytest.mark.parametrize(
+    ("firsts", "mode"),
+    [
         (["a", "a", "b", "b"], "same"),
         (["a", "b", "c", "d"], "own"),
         (["a", "", "c", "d"], "own"),  # a rank without any batch
         (["", "", "", ""], "same"),
-    ):
-        assert decide_batch_mode([replace(s, first=first) for s, first in zip(reports, firsts, strict=True)])[0] == mode
+    ],
+)
+def test_without_a_sampler_that_shards_first_batches_decide(make, firsts, mode):
+    reports = reports_of(make, OVER_RANKS, 2)
+    assert decide_batch_mode(reports)[0] is None
+    assert decide_batch_mode([replace(s, first=first) for s, first in zip(reports, firsts, strict=True)])[0] == mode
 
 
 def test_a_batch_mode_given_by_the_user_is_kept():
