@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds_hetero.common.reading import MAX_SEQ_LEN, is_file, is_pipe, is_whole, read_file, shortened, whole_rule
+from ds_hetero.common.reading import MAX_SEQ_LEN, expect_whole, is_file, is_pipe, read_file, shortened
 from ds_hetero.common.text import nearest
 from ds_hetero.errors import PlanError
 
@@ -118,10 +118,9 @@ def read_lengths(path: str) -> list[int]:
         raise PlanError(
             f"lengths file {shortened(path)} must hold a list of 1 to {MAX_DOCUMENTS:,} lengths, got {shortened(data)}."
         )
+    where = f"lengths file {shortened(path)}"
     for index, length in enumerate(data):
-        if not is_whole(length, 1, MAX_SEQ_LEN):
-            rule = whole_rule(length, 1, MAX_SEQ_LEN)
-            raise PlanError(f"lengths file {shortened(path)}: length {index} must be {rule}, got {shortened(length)}.")
+        expect_whole(f"{where}: length {index}", length, 1, MAX_SEQ_LEN, PlanError)
     return data
 
 

@@ -52,6 +52,13 @@ def whole_rule(value: Any, least: int, most: int) -> str:
     return f"a whole number <= {most:,}" if is_too_large else f"a whole number >= {least}"
 
 
+def expect_whole(where: str, value: Any, least: int, most: int, error: type[HeteroError]) -> int:
+    """A whole number from ``least`` to ``most``; raises ``error`` where ``value`` is none, and says where it stands."""
+    if not is_whole(value, least, most):
+        raise error(f"{where} must be {whole_rule(value, least, most)}, got {shortened(value)}.")
+    return int(value)
+
+
 JsonObject = Mapping[str, Any]
 """An object of a JSON or YAML file."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.reading import MAX_BATCH, MAX_RANKS, MAX_SEQ_LEN, is_weight, is_whole, shortened, whole_rule
+from ds_hetero.common.reading import MAX_BATCH, MAX_RANKS, MAX_SEQ_LEN, expect_whole, is_weight, is_whole, shortened
 from ds_hetero.errors import PlanError
 from ds_hetero.models.configs import MAX_RANK, QUANTIZATIONS
 
@@ -89,18 +89,12 @@ class Workload:
             "data_parallel": MAX_RANKS,
         }
         for name, most in limits.items():
-            value = getattr(self, name)
-            if not is_whole(value, 1, most):
-                raise PlanError(f"{name} must be {whole_rule(value, 1, most)}, got {shortened(value)}.")
-        if self.tile_tokens is not None and not is_whole(self.tile_tokens, 1, MAX_SEQ_LEN):
-            rule = whole_rule(self.tile_tokens, 1, MAX_SEQ_LEN)
-            raise PlanError(f"tile_tokens must be {rule}, got {shortened(self.tile_tokens)}.")
+            expect_whole(name, getattr(self, name), 1, most, PlanError)
+        if self.tile_tokens is not None:
+            expect_whole("tile_tokens", self.tile_tokens, 1, MAX_SEQ_LEN, PlanError)
         if not is_whole(self.zero_stage, 0, 3):
             raise PlanError(f"zero_stage must be 0, 1, 2 or 3, got {shortened(self.zero_stage)}.")
-        if not is_whole(self.adapter_rank, 0, MAX_RANK):
-            raise PlanError(
-                f"adapter_rank must be {whole_rule(self.adapter_rank, 0, MAX_RANK)}, got {self.adapter_rank}."
-            )
+        expect_whole("adapter_rank", self.adapter_rank, 0, MAX_RANK, PlanError)
         if self.quantization not in (None, *QUANTIZATIONS) or (self.quantization and not self.adapter_rank):
             raise PlanError(
                 f"quantization must be null or, with an adapter_rank, one of {', '.join(QUANTIZATIONS)}, got "

@@ -20,12 +20,12 @@ from ds_hetero.common.reading import (
     MAX_LAYERS,
     JsonObject,
     config_dir,
+    expect_whole,
     is_file,
     is_folder,
     is_whole,
     read_file,
     shortened,
-    whole_rule,
 )
 from ds_hetero.common.text import listed, nearest
 from ds_hetero.errors import ModelError, PlanError
@@ -266,9 +266,7 @@ def _whole(config: JsonObject, key: str, name: str, default: int | None = None) 
     most = _LARGEST.get(key, 2**24)
     if value is None and default is not None:
         return default
-    if not is_whole(value, 1, most):
-        raise ModelError(f"{name}: {key} must be {whole_rule(value, 1, most)}, got {shortened(value)}.")
-    return int(value)
+    return expect_whole(f"{name}: {key}", value, 1, most, ModelError)
 
 
 def _text(config: JsonObject, key: str, name: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.reading import MAX_BATCH, is_whole, shortened, whole_rule
+from ds_hetero.common.reading import MAX_BATCH, expect_whole
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
@@ -65,9 +65,7 @@ def plan_replicas(
     Raises:
         PlanError: a replica holds not one sample, or the global batch cannot be filled.
     """
-    if not is_whole(global_batch, 1, MAX_BATCH):
-        rule = whole_rule(global_batch, 1, MAX_BATCH)
-        raise PlanError(f"global_batch must be {rule}, got {shortened(global_batch)}.")
+    expect_whole("global_batch", global_batch, 1, MAX_BATCH, PlanError)
     work = replace(workload, micro_batch=1, micro_batches=1, data_parallel=len(clusters))
     plans = tuple(plan(cluster, model, work, cost_model=cost_model, layout=layout) for cluster in clusters)
     times = [

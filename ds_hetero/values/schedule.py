@@ -24,10 +24,10 @@ from ds_hetero.common.reading import (
     MAX_RANKS,
     JsonDict,
     JsonObject,
+    expect_whole,
     is_weight,
     is_whole,
     shortened,
-    whole_rule,
 )
 from ds_hetero.errors import ScheduleError
 from ds_hetero.values.splits import Piece, Split, refine, share
@@ -312,9 +312,7 @@ def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ..
 
 def _check(s: Schedule) -> None:
     for name in ("num_heads", "num_kv_heads"):
-        value = getattr(s, name)
-        if not is_whole(value, 1, MAX_HEADS):
-            raise ScheduleError(f"{name} must be {whole_rule(value, 1, MAX_HEADS)}, got {shortened(value)}.")
+        expect_whole(name, getattr(s, name), 1, MAX_HEADS, ScheduleError)
     if s.num_heads % s.num_kv_heads:
         raise ScheduleError(f"num_heads={s.num_heads} is not a multiple of num_kv_heads={s.num_kv_heads}.")
     if s.layout not in LAYOUTS:

@@ -9,12 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_hetero.common.reading import (
-    MAX_BATCH,
-    is_whole,
-    shortened,
-    whole_rule,
-)
+from ds_hetero.common.reading import MAX_BATCH, expect_whole
 from ds_hetero.errors import ScheduleError
 from ds_hetero.values.splits import Split, share
 
@@ -41,9 +36,7 @@ class BatchSplit:
             ("micro_batches", self.micro_batches),
         ):
             for i, value in enumerate(values):
-                if not is_whole(value, 1, MAX_BATCH):
-                    rule = whole_rule(value, 1, MAX_BATCH)
-                    raise ScheduleError(f"replicas[{i}].{name} must be {rule}, got {shortened(value)}.")
+                expect_whole(f"replicas[{i}].{name}", value, 1, MAX_BATCH, ScheduleError)
 
     @property
     def samples_of(self) -> tuple[int, ...]:

@@ -39,10 +39,10 @@ from ds_hetero.common.reading import (
     JsonDict,
     JsonObject,
     check_content,
+    expect_whole,
     is_weight,
     is_whole,
     shortened,
-    whole_rule,
 )
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.values.plans.batches import BatchSplit
@@ -314,7 +314,7 @@ def check_plan(plan: Plan) -> None:
     if plan.model is not None:
         _check_model(plan.model)
     if plan.seq_len is not None:
-        _expect_whole("seq_len", plan.seq_len, MAX_SEQ_LEN)
+        expect_whole("seq_len", plan.seq_len, 1, MAX_SEQ_LEN, PlanError)
     for i, pipeline in enumerate(plan.pipelines):
         _check_pipeline(f"pipelines[{i}]", pipeline, plan.model)
     ranks = plan.ranks
@@ -334,7 +334,7 @@ def check_plan(plan: Plan) -> None:
 
 def _check_model(model: PlannedModel) -> None:
     for name, most in (("num_layers", MAX_LAYERS), ("num_heads", MAX_HEADS), ("num_kv_heads", MAX_HEADS)):
-        _expect_whole(f"model.{name}", getattr(model, name), most)
+        expect_whole(f"model.{name}", getattr(model, name), 1, most, PlanError)
     if model.num_heads % model.num_kv_heads:
         raise PlanError(f"model.num_heads={model.num_heads} is not a multiple of num_kv_heads={model.num_kv_heads}.")
 
@@ -344,7 +344,7 @@ def _check_pipeline(where: str, pipeline: Pipeline, model: PlannedModel | None) 
         raise PlanError(f"{where}.stages is empty; a pipeline has at least one stage.")
     for key in ("micro_batch_size", "micro_batches"):
         if getattr(pipeline, key) is not None:
-            _expect_whole(f"{where}.{key}", getattr(pipeline, key), MAX_BATCH)
+            expect_whole(f"{where}.{key}", getattr(pipeline, key), 1, MAX_BATCH, PlanError)
     for j, stage in enumerate(pipeline.stages):
         _check_stage(f"{where}.stages[{j}]", stage, model)
     _check_layers(where, pipeline, model)
@@ -368,7 +368,7 @@ def _check_stage(where: str, stage: Stage, model: PlannedModel | None) -> None:
         of_schedule, of_stage = shortened(list(stage.schedule.ranks)), shortened(list(stage.ranks))
         raise PlanError(f"{where}.schedule is of ranks {of_schedule}, the stage of {of_stage}.")
     if stage.in_flight is not None:
-        _expect_whole(f"{where}.in_flight", stage.in_flight, MAX_BATCH)
+        expect_whole(f"{where}.in_flight", stage.in_flight, 1, MAX_BATCH, PlanError)
     if model is not None:
         _check_heads(where, stage, model)
 
@@ -421,11 +421,6 @@ def _check_zero(zero: ZeroOwners, ranks: set[int], has_stages: bool) -> None:
             )
     if zero.owner_weights and not any(weight for _, weight in zero.owner_weights):
         raise PlanError("zero.owner_weights are all zero; somebody must own the optimizer state.")
-
-
-def _expect_whole(where: str, value: Any, most: int) -> None:
-    if not is_whole(value, 1, most):
-        raise PlanError(f"{where} must be {whole_rule(value, 1, most)}, got {shortened(value)}.")
 
 
 SCENARIO = "scenario"
