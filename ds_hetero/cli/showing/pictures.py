@@ -1,4 +1,4 @@
-"""Schedules, documents and pipelines as pictures, and a page with a picture.
+"""Schedules, documents and pipelines as pictures.
 
 Of a schedule, ranks are columns: their tokens, the heads they compute and their memory against its capacity, coloured
 by group. Below, the timeline of one block: what a rank of every kind computes and what it transfers meanwhile.
@@ -11,8 +11,6 @@ micro-batch. Below, the pipeline that ends last: what every stage computes when.
 
 from __future__ import annotations
 
-import html
-import io
 import textwrap
 from collections.abc import Sequence
 from itertools import groupby
@@ -33,11 +31,11 @@ from ds_hetero.planner.documents.summary import DocumentsReport
 from ds_hetero.planner.pipeline_search.finish import Finished
 from ds_hetero.planner.pipelines.explain import reasons_of
 from ds_hetero.planner.planned import describe
+from ds_hetero.reporting.timelines import block_spans
 from ds_hetero.values.schedule import Schedule
 
 MAX_TIMELINE_RANKS = 16  # drawn; where there are more kinds of work, the first ones
 MAX_LABELLED_RANKS = 24  # with more, numbers on the bars would overlap
-MAX_SPANS = 200_000  # computed; larger timelines take longer than anybody waits
 KINDS = {"non_attention": "#8da0cb", "attention": "#66c2a5", "all_to_all": "#e78ac3", "ring": "#fc8d62"}
 GROUP_COLOURS = ("#4c78a8", "#f2a33a", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
 GREY = "#666666"
@@ -45,7 +43,7 @@ GREY = "#666666"
 
 def draw_schedule(scenario: Scenario, cost: CostModel, schedule: Schedule, prediction: Prediction) -> Figure:
     """Return the picture of a schedule."""
-    spans = _spans(cost, schedule)
+    spans = block_spans(cost, schedule)
     ranks = _drawn_ranks(scenario, schedule) if spans else []
     heights = [1.6, 1.6, 1.6] + ([0.9 + 0.4 * len(ranks)] if ranks else [])
     width = min(max(9.0, 4.0 + 0.5 * schedule.sp_size), 24.0)
@@ -141,10 +139,6 @@ def _draw_timeline(axes: Axes, scenario: Scenario, spans: list[Span], ranks: lis
     axes.legend(handles=labels, ncols=4, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
 
 
-def _spans(cost: CostModel, schedule: Schedule) -> tuple[Span, ...]:
-    return cost.timeline(schedule) if schedule.sp_size * schedule.ring_size * 6 <= MAX_SPANS else ()
-
-
 def _drawn_ranks(scenario: Scenario, schedule: Schedule) -> list[int]:
     """The first rank of every kind of work, at most `MAX_TIMELINE_RANKS`, ascending."""
     tokens = schedule.tokens(scenario.workload.seq_len)
@@ -161,26 +155,6 @@ def _summary(scenario: Scenario, prediction: Prediction) -> str:
         f"{prediction.tokens_per_s:,.0f} tokens/s; of a block: {terms_text(prediction)}; "
         f"bottleneck: {prediction.bottleneck.text}"
     )
-
-
-def page(scenario: Scenario, schedule: Schedule, prediction: Prediction, figure: Figure) -> str:
-    """One file: the picture as SVG, the prediction in words, the schedule as JSON to copy."""
-    svg = io.StringIO()
-    figure.savefig(svg, format="svg")
-    picture = svg.getvalue()
-    title = html.escape(describe(schedule, scenario.cluster))
-    memory = html.escape(prediction.reason or "every rank fits into its memory")
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>body {{ font-family: sans-serif; margin: 2em; max-width: 100em }} svg {{ max-width: 100%; height: auto }}
-pre {{ background: #f4f4f4; padding: 1em; overflow: auto }}</style>
-<h1>{title}</h1>
-<p>{html.escape(_summary(scenario, prediction))}; {memory}.</p>
-{picture[picture.index("<svg") :]}
-<h2>Schedule file</h2>
-<pre>{html.escape(schedule.to_json())}</pre>
-</html>
-"""
 
 
 ZONES = {"cluster": "#e45756", "node": "#f2a33a", "local": "#4c78a8"}
@@ -252,9 +226,7 @@ def _draw_pipelines(axes: Axes, costs: StageCosts, finished: Finished, rows: Seq
     placed, cuts = finished.candidate.placed, finished.candidate.cuts
     kinds, labels = costs.pools.kinds, []
     used = sorted({block.kind for pipeline in placed for block in pipeline.blocks})
-    names = dict.fromkeys(
-        kinds[kind].device.name for kind in used
-    )  # cards of one name on unlike machines are two kinds
+    names = dict.fromkeys(kinds[kind].device.name for kind in used)  # of unlike machines, one name is of two kinds
     colour_of = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     for row, members in enumerate(rows):
         pipeline, cut = placed[members[0]], cuts[members[0]]

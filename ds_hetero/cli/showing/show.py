@@ -16,7 +16,7 @@ from ds_hetero.cli.printing import (
     print_table,
     print_written,
     rank_ranges,
-    write_out,
+    write_plan,
 )
 from ds_hetero.cli.scenario import Scenario, judge_plan_file, read_schedule, scenario_options
 from ds_hetero.common.reading import JsonDict
@@ -32,7 +32,9 @@ MAX_ROWS = 64  # of a table; more ranks or lanes are counted
 @click.command
 @scenario_options()
 @click.option(
-    "--out", type=FILE, help="Picture to write: .svg, .png or .html; may be left out with --documents and --sample."
+    "--out",
+    type=FILE,
+    help="Picture to write, .svg or .png, or the page of report, .html; may be left out with --documents and --sample.",
 )
 @click.option("--schedule", default="plan", help="Schedule file, output of plan --json, or a strategy's name.")
 @PLAN_FILE
@@ -64,26 +66,28 @@ def show(
 
 
 def _schedule(scenario: Scenario, source: str, out: Path) -> JsonDict:
-    from ds_hetero.cli.showing.pictures import draw_schedule, page
-
     check_out(out, endings=(*PICTURES, ".html"))
     cost = scenario.cost
     schedule = read_schedule(source, cost)
     prediction = cost.predict(schedule)
-    figure = draw_schedule(scenario, cost, schedule, prediction)
     if out.suffix == ".html":
-        write_out(out, page(scenario, schedule, prediction, figure))
+        write_plan(out, schedule.to_dict(), scenario.to_dict())
     else:
-        figure.savefig(out, dpi=120)
+        from ds_hetero.cli.showing.pictures import draw_schedule
+
+        draw_schedule(scenario, cost, schedule, prediction).savefig(out, dpi=120)
     return {"schedule": schedule.to_dict(), "predicted": prediction.to_dict()}
 
 
 def _pipelines(scenario: Scenario, path: Path, out: Path) -> JsonDict:
-    from ds_hetero.cli.showing.pictures import draw_pipelines
-
-    check_out(out, endings=PICTURES)
+    check_out(out, endings=(*PICTURES, ".html"))
     plan, costs, finished = judge_plan_file(scenario, path)
-    draw_pipelines(costs, finished).savefig(out, dpi=120)
+    if out.suffix == ".html":
+        write_plan(out, plan.to_dict(), scenario.to_dict())
+    else:
+        from ds_hetero.cli.showing.pictures import draw_pipelines
+
+        draw_pipelines(costs, finished).savefig(out, dpi=120)
     return {"step_s": finished.step_s, "plan": plan.to_dict()}
 
 

@@ -146,6 +146,8 @@ def test_the_ending_of_out_decides_what_plan_writes(tmp_path, capsys):
     assert _ended("report", file, "--out", tmp_path / "report.html") == 0
     assert page.read_text() == (tmp_path / "report.html").read_text()
     assert json.loads(file.read_text())["num_heads"] == 16
+    assert _ended("show", "--schedule", file, *SMALL, "--seq-len", "4K", "--out", tmp_path / "show.html") == 0
+    assert page.read_text() == (tmp_path / "show.html").read_text()
 
 
 def test_a_report_counts_other_weights_that_are_trained(tmp_path, capsys):
