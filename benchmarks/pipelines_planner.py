@@ -225,7 +225,7 @@ def constants(clusters: int) -> list[dict[str, Any]]:
     """Plans of the search with another constant over those that it finds, at the same effort of half the usual.
 
     Args:
-        clusters: half of them of 5 to 8 devices, where the search begins anew, half of 12 to 48, where it has no time for that.
+        clusters: half of them of 5 to 8 devices, where the search has time to begin anew, half of 12 to 48.
     """
     rng = random.Random(1)
     model = load_model("llama-2-13b")

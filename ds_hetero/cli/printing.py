@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_hetero.common.reading import JsonObject, shortened
 from ds_hetero.common.text import bytes_text, time_text
@@ -160,20 +160,11 @@ def print_pipelines(costs: StageCosts, finished: Finished) -> None:
     print_table(_COLUMNS, _rows(costs, finished))
 
 
-def makeups(finished: Finished) -> list[list[int]]:
-    """Pipelines that are alike in kinds, layers and batches."""
-    alike: dict[Any, list[int]] = {}
-    for i, pipeline in enumerate(finished.candidate.placed):
-        kinds = tuple((block.kind, block.size, block.inner, block.others) for block in pipeline.blocks)
-        alike.setdefault((kinds, *pipeline[1:]), []).append(i)
-    return list(alike.values())
-
-
 def _rows(costs: StageCosts, finished: Finished) -> Iterator[tuple[str, ...] | None]:
     from ds_hetero.planner.pipeline_search.finish import memory_bytes
 
     memory = memory_bytes(costs, finished)
-    for members in makeups(finished):
+    for members in finished.makeups:
         i = members[0]
         pipeline, cut = finished.candidate.placed[i], finished.candidate.cuts[i]
         head = (f"{len(members)} x", f"{pipeline.micro_batches} of {pipeline.micro_batch_size}")

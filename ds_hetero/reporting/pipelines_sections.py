@@ -98,22 +98,11 @@ def add_pipelines(page: Page, described: DescribedPlan, run: RunFile | None = No
     assumed = f"Assumed: {'; '.join(assumptions(described.scenario))}."
     page.section("In short", definitions(cards), *reasons_of(costs, finished), assumed)
     page.section("Ranks and links", _stages_table(described, costs, finished), links_table(costs.cluster))
-    page.section("Memory", *_memory(page, described, costs, finished))
+    page.section("Memory", *_memory(page, costs, finished))
     measured = [] if run is None else _measured_step(page, described, run)
-    page.section("A step", *_timelines(page, described, finished), *measured)
+    page.section("A step", *_timelines(page, finished), *measured)
     page.section("Other plans, and why they lose", _rivals(described, costs, step_s, samples))
     page.section("What if?", *_what_if(page, described, samples))
-
-
-def _unlike(described: DescribedPlan, finished: Finished) -> dict[int, int]:
-    """The first pipeline of every makeup, with the number of pipelines that are alike."""
-    seen: dict[Any, int] = {}
-    count: dict[int, int] = {}
-    for number, placed in enumerate(finished.candidate.placed):
-        kinds = tuple((block.kind, block.size, block.inner, block.others) for block in placed.blocks)
-        first = seen.setdefault((kinds, *placed[1:]), number)
-        count[first] = count.get(first, 0) + 1
-    return dict(list(count.items())[:MAX_PIPELINES])
 
 
 def _stages_table(described: DescribedPlan, costs: StageCosts, finished: Finished) -> Markup:
@@ -139,13 +128,13 @@ def _stages_table(described: DescribedPlan, costs: StageCosts, finished: Finishe
     return html_table(headings, rows, "Pipelines and their stages")
 
 
-def _memory(page: Page, described: DescribedPlan, costs: StageCosts, finished: Finished) -> list[Markup]:
+def _memory(page: Page, costs: StageCosts, finished: Finished) -> list[Markup]:
     memory = memory_bytes(costs, finished)
     names: list[str] = []
     rows: list[tuple[str, ...]] = []
     need: list[float] = []
     has: list[float] = []
-    for number in _unlike(described, finished):
+    for number, *_ in finished.makeups[:MAX_PIPELINES]:
         for j, block in enumerate(finished.candidate.placed[number].blocks):
             for part, needed in zip(block.parts, memory[number][j], strict=True):
                 device = costs.pools.kinds[part.kind].device
@@ -167,13 +156,14 @@ def _memory(page: Page, described: DescribedPlan, costs: StageCosts, finished: F
     return [chart, html_table(("stage", "device", "memory, GiB", "of"), rows, "Memory by stage")]
 
 
-def _timelines(page: Page, described: DescribedPlan, finished: Finished) -> list[Markup]:
+def _timelines(page: Page, finished: Finished) -> list[Markup]:
     kinds = ("forward", "backward", "wait")
-    window_s = _window_s(described, finished)
+    window_s = _window_s(finished)
     names: list[str] = []
     bars: list[list[float]] = []
     rows: list[tuple[Any, ...]] = []
-    for number, alike in _unlike(described, finished).items():
+    for members in finished.makeups[:MAX_PIPELINES]:
+        number, alike = members[0], len(members)
         # Micro-batches that begin within the window: those that end there, and those that are in flight at its end.
         begun = MAX_MICRO_BATCHES + max(finished.in_flight[number])
         drawn = min(finished.candidate.micro_batches[number], begun)
@@ -219,10 +209,10 @@ def _measured_step(page: Page, described: DescribedPlan, run: RunFile) -> list[M
     ]
 
 
-def _window_s(described: DescribedPlan, finished: Finished) -> float:
+def _window_s(finished: Finished) -> float:
     """How much of a step is drawn: the same of every pipeline, of none more than `MAX_MICRO_BATCHES` micro-batches."""
     window_s = finished.pipelines_s
-    for number in _unlike(described, finished):
+    for number, *_ in finished.makeups[:MAX_PIPELINES]:
         if finished.candidate.micro_batches[number] > MAX_MICRO_BATCHES:
             cut = finished.candidate.cuts[number]
             run = run_pipeline(

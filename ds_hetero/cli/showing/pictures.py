@@ -21,7 +21,7 @@ from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from ds_hetero.cli.printing import makeups, rank_ranges, terms_text
+from ds_hetero.cli.printing import rank_ranges, terms_text
 from ds_hetero.cli.scenario import Scenario
 from ds_hetero.common.text import GIB, time_text
 from ds_hetero.cost.model import CostModel, Prediction, Span
@@ -207,7 +207,7 @@ FORWARD, BACKWARD = "#8da0cb", "#fc8d62"
 
 def draw_pipelines(costs: StageCosts, finished: Finished) -> Figure:
     """Return the picture of a plan that was judged."""
-    rows = makeups(finished)[:MAX_ROWS]
+    rows = finished.makeups[:MAX_ROWS]
     slowest = finished.pipeline_s.index(finished.pipelines_s)
     stages = len(finished.candidate.cuts[slowest].layers)
     heights = [0.6 + 0.55 * len(rows), 0.8 + 0.3 * stages]

@@ -35,6 +35,15 @@ class Finished:
         """The slowest pipeline."""
         return max(self.pipeline_s)
 
+    @property
+    def makeups(self) -> list[list[int]]:
+        """Pipelines that are alike in kinds, layers and batches."""
+        alike: dict[object, list[int]] = {}
+        for i, pipeline in enumerate(self.candidate.placed):
+            kinds = tuple((block.kind, block.size, block.inner, block.others) for block in pipeline.blocks)
+            alike.setdefault((kinds, *pipeline[1:]), []).append(i)
+        return list(alike.values())
+
 
 def finish(costs: StageCosts, candidate: PlanCandidate) -> Finished:
     """Choose micro-batches in flight, and time every pipeline with them.
