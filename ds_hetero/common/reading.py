@@ -20,6 +20,7 @@ import fnmatch
 import json
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -57,6 +58,25 @@ def expect_whole(where: str, value: Any, least: int, most: int, error: type[Hete
     if not is_whole(value, least, most):
         raise error(f"{where} must be {whole_rule(value, least, most)}, got {shortened(value)}.")
     return int(value)
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value is a list, or a tuple where Python gave it; text is none."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def expect_keys(
+    where: str, data: Any, required: AbstractSet[str], optional: AbstractSet[str], error: type[HeteroError]
+) -> None:
+    """Raise ``error`` where ``data`` is no object with the required keys, and at most the optional ones beside them."""
+    if not isinstance(data, Mapping):
+        raise error(f"{where} must be an object, got {shortened(data)}.")
+    unknown, missing = sorted(set(data) - required - optional, key=str), sorted(required - set(data))
+    if unknown or missing:
+        raise error(
+            f"{where}: unknown keys {shortened(unknown)}, missing keys {missing}; "
+            f"it takes {', '.join(sorted(required | optional))}."
+        )
 
 
 JsonObject = Mapping[str, Any]

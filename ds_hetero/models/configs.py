@@ -11,7 +11,7 @@ Adapters stand beside every product with a weight of a layer, as PEFT's ``target
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ds_hetero.common.reading import (
     expect_whole,
     is_file,
     is_folder,
+    is_list,
     is_whole,
     read_file,
     shortened,
@@ -168,7 +169,7 @@ def _refuse_unlike_layers(config: JsonObject, name: str) -> None:
                 raise ModelError(f"{name}: per_layer_config gives layer {layer} {key}={shortened(value)}; {unlike}")
     for key in ("num_attention_heads_per_layer", "num_key_value_heads_per_layer"):
         values = config.get(key)
-        first, *others = values if _is_list(values) and values else [None]
+        first, *others = values if is_list(values) and values else [None]
         if other := next((value for value in others if value != first), None):
             raise ModelError(f"{name}: {key} has {shortened(first)} and {shortened(other)}; {unlike}")
     for key, common in (("global_head_dim", "head_dim"), ("num_global_key_value_heads", "num_key_value_heads")):
@@ -249,7 +250,7 @@ def _refuse_other_attention(config: JsonObject, name: str, recurrent: RecurrentL
             given = f"{key}={shortened(config[key])}"
             raise ModelError(f"{name}: {given}: shared experts and mixed layers have no cost model yet.")
     layer_types = config.get("layer_types")
-    if layer_types is not None and not (_is_list(layer_types) and all(isinstance(kind, str) for kind in layer_types)):
+    if layer_types is not None and not (is_list(layer_types) and all(isinstance(kind, str) for kind in layer_types)):
         raise ModelError(f"{name}: layer_types must be a list of names, got {shortened(layer_types)}.")
     other = sorted(set(layer_types or []) - {"full_attention"})
     if other and recurrent is None:
@@ -281,10 +282,6 @@ def _flag(config: JsonObject, key: str, default: bool, name: str) -> bool:
     if not (value is None or isinstance(value, bool)):
         raise ModelError(f"{name}: {key} must be true or false, got {shortened(value)}.")
     return default if value is None else value
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 _RECURRENT, _ATTENTION, _BOTH = ("linear_attention", "mamba"), ("full_attention", "attention"), ("hybrid",)

@@ -22,7 +22,7 @@ from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.file_values import cluster_to_dict
 from ds_hetero.cluster.topology import Node
-from ds_hetero.common.reading import MAX_SEQ_LEN, JsonDict, is_whole, read_file, shortened
+from ds_hetero.common.reading import MAX_SEQ_LEN, JsonDict, is_list, is_whole, read_file, shortened
 from ds_hetero.common.text import GB
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.cost.terms.memory import HOST_SHARE
@@ -167,7 +167,7 @@ def read_scenario(data: Any) -> PlanScenario:
         raise PlanError(f"{SCENARIO}: cost_model and model.name must be text. {_REMEDY}")
     if not (isinstance(clusters, list) and clusters and all(isinstance(one, Mapping) for one in clusters)):
         raise PlanError(f"{SCENARIO}.clusters must be a list of clusters, got {shortened(clusters)}.")
-    if lengths is not None and not (_is_list(lengths) and all(is_whole(one, 1, MAX_SEQ_LEN) for one in lengths)):
+    if lengths is not None and not (is_list(lengths) and all(is_whole(one, 1, MAX_SEQ_LEN) for one in lengths)):
         raise PlanError(f"{SCENARIO}.lengths must be null or a list of whole numbers >= 1, got {shortened(lengths)}.")
     return PlanScenario(
         cost_model=data["cost_model"],
@@ -194,7 +194,7 @@ def _read_workload(data: Any) -> Workload:
         if isinstance(usual[name], bool):
             is_right = isinstance(value, bool)
         elif name == "zero_weights":
-            is_right = value is None or _is_list(value)
+            is_right = value is None or is_list(value)
         elif name in ("tile_tokens", "logit_bytes"):
             is_right = value is None or _is_number(value)
         elif name == "quantization":
@@ -244,10 +244,6 @@ def _config_of(model: ModelSpec) -> JsonDict:
 
 def _list_or_none(values: Sequence[Any] | None) -> list[Any] | None:
     return None if values is None else list(values)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _expect_keys(where: str, data: Any, keys: Sequence[str]) -> None:

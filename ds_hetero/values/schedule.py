@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 from ds_hetero.common.reading import (
     MAX_HEADS,
     MAX_RANKS,
     JsonDict,
     JsonObject,
+    expect_keys,
     expect_whole,
+    is_list,
     is_weight,
     is_whole,
     shortened,
@@ -224,21 +225,21 @@ class Schedule:
             ScheduleError: unknown or missing keys, wrong types, or an inconsistent schedule.
         """
         known = {"version", "num_heads", "num_kv_heads", "layout", "ring", "groups"}
-        _expect_keys("schedule", data, required=known - {"layout", "ring"}, allowed=known)
+        expect_keys("schedule", data, known - {"layout", "ring"}, {"layout", "ring"}, ScheduleError)
         if not is_whole(data["version"], VERSION, VERSION):
             raise ScheduleError(
                 f"schedule version {shortened(data['version'])} is unknown; this release reads version {VERSION}."
             )
-        if not _is_list(data["groups"]):
+        if not is_list(data["groups"]):
             raise ScheduleError(f"groups must be a list, got {shortened(data['groups'])}.")
-        if not _is_list(data.get("ring", ())):
+        if not is_list(data.get("ring", ())):
             raise ScheduleError(f"ring must be a list of group indices, got {shortened(data['ring'])}.")
         groups = []
         for i, group in enumerate(data["groups"]):
             keys = {"ranks", "tokens", "heads"}
-            _expect_keys(f"groups[{i}]", group, required=keys, allowed=keys)
+            expect_keys(f"groups[{i}]", group, keys, frozenset(), ScheduleError)
             for key in sorted(keys):
-                if not _is_list(group[key]):
+                if not is_list(group[key]):
                     raise ScheduleError(
                         f"groups[{i}].{key} must be a list, one entry per rank, got {shortened(group[key])}."
                     )
@@ -346,18 +347,3 @@ def _check(s: Schedule) -> None:
         raise ScheduleError(f"the groups must hold consecutive ranks, each once, got {shortened(sorted(ranks))}.")
     if not any(group.weight for group in s.groups):
         raise ScheduleError("all token weights are zero; at least one rank must hold tokens.")
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _expect_keys(where: str, data: Any, *, required: set[str], allowed: set[str]) -> None:
-    if not isinstance(data, Mapping):
-        raise ScheduleError(f"{where} must be an object, got {shortened(data)}.")
-    unknown, missing = sorted(set(data) - allowed, key=str), sorted(required - set(data))
-    if unknown or missing:
-        raise ScheduleError(
-            f"{where}: unknown keys {shortened(unknown)}, missing keys {missing}; "
-            f"it takes {', '.join(sorted(allowed))}."
-        )

@@ -24,7 +24,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -39,7 +38,9 @@ from ds_hetero.common.reading import (
     JsonDict,
     JsonObject,
     check_content,
+    expect_keys,
     expect_whole,
+    is_list,
     is_weight,
     is_whole,
     shortened,
@@ -321,11 +322,7 @@ def check_plan(plan: Plan) -> None:
     if len(set(ranks)) < len(ranks):
         twice = sorted({rank for rank, following in pairwise(ranks) if rank == following})
         raise PlanError(f"ranks {twice} are in more than one stage; a rank has one place at most.")
-    given = [
-        getattr(pipeline, key) is not None
-        for pipeline in plan.pipelines
-        for key in ("micro_batch_size", "micro_batches")
-    ]
+    given = [getattr(pipeline, key) is not None for pipeline in plan.pipelines for key in _BATCH_KEYS]
     if any(given) and not all(given):
         raise PlanError("micro_batch_size and micro_batches must be given for every pipeline, or for none.")
     if plan.zero is not None:
@@ -342,7 +339,7 @@ def _check_model(model: PlannedModel) -> None:
 def _check_pipeline(where: str, pipeline: Pipeline, model: PlannedModel | None) -> None:
     if not pipeline.stages:
         raise PlanError(f"{where}.stages is empty; a pipeline has at least one stage.")
-    for key in ("micro_batch_size", "micro_batches"):
+    for key in _BATCH_KEYS:
         if getattr(pipeline, key) is not None:
             expect_whole(f"{where}.{key}", getattr(pipeline, key), 1, MAX_BATCH, PlanError)
     for j, stage in enumerate(pipeline.stages):
@@ -453,7 +450,7 @@ def read_plan(data: Any, world_size: int | None = None) -> Plan:
 
 def _read_replicas(data: JsonObject) -> Plan:
     """Read ``{"version": 1, "replicas": [{"schedule", "micro_batch_size", "micro_batches"}, ...]}``."""
-    if set(data) != {"version", "replicas"} or not is_whole(data["version"], 1, 1) or not _is_list(data["replicas"]):
+    if set(data) != {"version", "replicas"} or not is_whole(data["version"], 1, 1) or not is_list(data["replicas"]):
         raise ScheduleError(
             'a file of several replicas takes "version": 1 and "replicas": [...], '
             f"got {shortened(sorted(data, key=str))}."
@@ -488,20 +485,19 @@ def _read_replicas(data: JsonObject) -> Plan:
 
 def _read_plan(data: JsonObject) -> Plan:
     """Read a file of version 2."""
-    _expect_keys(
-        "plan", data, {"version", "pipelines"}, {"model", "seq_len", "zero", "activation_checkpointing", "predicted"}
-    )
+    further = {"model", "seq_len", "zero", "activation_checkpointing", "predicted"}
+    expect_keys("plan", data, {"version", "pipelines"}, further, PlanError)
     if not is_whole(data["version"], VERSION, VERSION):
         version = shortened(data["version"])
         raise PlanError(f"plan version {version} is unknown; this release reads versions 1 and {VERSION}.")
     model = None
     if "model" in data:
         names = {"num_layers", "num_heads", "num_kv_heads"}
-        _expect_keys("model", data["model"], names)
+        expect_keys("model", data["model"], names, frozenset(), PlanError)
         model = PlannedModel(**{name: data["model"][name] for name in sorted(names)})
     zero = None
     if "zero" in data:
-        _expect_keys("zero", data["zero"], {"stage"}, {"owner_weights"})
+        expect_keys("zero", data["zero"], {"stage"}, {"owner_weights"}, PlanError)
         zero = ZeroOwners(stage=data["zero"]["stage"], owner_weights=_owner_weights(data["zero"]))
     predicted = data.get("predicted")
     if predicted is not None and not isinstance(predicted, Mapping):
@@ -510,7 +506,7 @@ def _read_plan(data: JsonObject) -> Plan:
     checkpointing = data.get("activation_checkpointing")
     if checkpointing is not None and not isinstance(checkpointing, bool):
         raise PlanError(f"activation_checkpointing must be true or false, got {shortened(checkpointing)}.")
-    if not _is_list(data["pipelines"]):
+    if not is_list(data["pipelines"]):
         raise PlanError(f"pipelines must be a list, got {type(data['pipelines']).__name__}.")
     pipelines = tuple(_read_pipeline(f"pipelines[{i}]", pipeline) for i, pipeline in enumerate(data["pipelines"]))
     return Plan(
@@ -535,17 +531,17 @@ def _is_rank(key: Any) -> bool:
 
 
 def _read_pipeline(where: str, data: Any) -> Pipeline:
-    _expect_keys(where, data, {"stages"}, set(_BATCH_KEYS))
-    if not _is_list(data["stages"]):
+    expect_keys(where, data, {"stages"}, set(_BATCH_KEYS), PlanError)
+    if not is_list(data["stages"]):
         raise PlanError(f"{where}.stages must be a list, got {type(data['stages']).__name__}.")
     stages = tuple(_read_stage(f"{where}.stages[{j}]", stage) for j, stage in enumerate(data["stages"]))
     return Pipeline(stages=stages, **{key: data[key] for key in _BATCH_KEYS if key in data})
 
 
 def _read_stage(where: str, data: Any) -> Stage:
-    _expect_keys(where, data, {"ranks"}, {"layers", "inner", "schedule", "in_flight"})
+    expect_keys(where, data, {"ranks"}, {"layers", "inner", "schedule", "in_flight"}, PlanError)
     for key, most in (("ranks", MAX_RANKS), ("layers", MAX_LAYERS)):
-        if key in data and not (_is_list(data[key]) and all(is_whole(value, 0, most) for value in data[key])):
+        if key in data and not (is_list(data[key]) and all(is_whole(value, 0, most) for value in data[key])):
             raise PlanError(f"{where}.{key} must be a list of whole numbers >= 0, got {shortened(data[key])}.")
     layers = tuple(data["layers"]) if "layers" in data else None
     if layers is not None and len(layers) != 2:
@@ -561,18 +557,3 @@ def _read_stage(where: str, data: Any) -> Stage:
         schedule=schedule,
         in_flight=data.get("in_flight"),
     )
-
-
-def _expect_keys(where: str, data: Any, required: AbstractSet[str], optional: AbstractSet[str] = frozenset()) -> None:
-    if not isinstance(data, Mapping):
-        raise PlanError(f"{where} must be an object, got {type(data).__name__}.")
-    unknown, missing = sorted(set(data) - required - optional, key=str), sorted(required - set(data))
-    if unknown or missing:
-        raise PlanError(
-            f"{where}: unknown keys {shortened(unknown)}, missing keys {missing}; "
-            f"it takes {', '.join(sorted(required | optional))}."
-        )
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
