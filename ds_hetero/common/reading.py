@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -309,6 +310,28 @@ def _first_repeated(keys: Iterable[str]) -> str:
 
 def _one_line(cause: Exception) -> str:
     return " ".join(str(cause).split())[:300].rstrip(".")
+
+
+def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
+    """Replace a file such that a reader gets the old content or the new one.
+
+    Args:
+        durable: also after the machine has lost power; it takes as long as the disk does.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def config_dir() -> Path:

@@ -136,16 +136,6 @@ def why_not_written(path: Path, error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file such that a reader gets the old content or the new one, whatever happens."""
-    draft = path.with_name(f"{path.name}.new")
-    with open(draft, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-
-
 def _try_to_grow(path: Path) -> None:
     with tempfile.TemporaryFile(dir=path) if path.is_dir() else open(path, "ab") as file:
         file.write(bytes(1 << 20))

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hetero.cluster import Cluster, load_cluster
-from ds_hetero.common.reading import JsonDict, JsonObject, shortened
+from ds_hetero.common.reading import JsonDict, JsonObject, shortened, write_whole
 from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.decision.batches import plan_of_batches
 from ds_hetero.decision.decide import (
@@ -337,9 +335,7 @@ def _keep_plan(plan: Plan) -> Path | None:
     path = folder / "plans" / f"{plan.fingerprint:016x}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            json.dump(plan.to_dict(), file, indent=1)
-        os.replace(file.name, path)
+        write_whole(path, json.dumps(plan.to_dict(), indent=1))
     except OSError as error:
         logger.warning("cannot keep the plan in %s: %s", path, error)
         return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import astuple
 from datetime import datetime, timedelta, timezone
@@ -23,7 +22,7 @@ import torch
 
 from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.reading import JsonDict, JsonObject, read_file
+from ds_hetero.common.reading import JsonDict, JsonObject, read_file, write_whole
 from ds_hetero.common.text import bytes_text
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.cluster_file import VERSION, RankFacts, cluster_content, fingerprint
@@ -210,15 +209,7 @@ def _write(path: Path, content: JsonObject) -> None:
     """Write a profile completely or not at all: another job may read at any moment."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            temporary = Path(file.name)
-            try:
-                json.dump(content, file)
-                file.flush()
-                os.replace(temporary, path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+        write_whole(path, json.dumps(content))
         logger.info("wrote the profile %s", path)
     except OSError as error:
         logger.warning("cannot keep the profile in %s: %s", path, error)

@@ -10,7 +10,6 @@ Times are seconds; those of a rank are per step. The digest is that of the plan 
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -18,7 +17,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ds_hetero.common.reading import JsonDict, JsonObject, read_file, shortened
+from ds_hetero.common.reading import JsonDict, JsonObject, read_file, shortened, write_whole
 from ds_hetero.errors import ConfigError, PlanError
 from ds_hetero.reporting.described_plan import PlanScenario, read_scenario
 from ds_hetero.values.plans import Plan, read_plan
@@ -137,18 +136,8 @@ def expect_writable(folder: str) -> None:
 
 
 def write_run(run: RunFile, path: Path) -> None:
-    """Write the file whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(run.to_dict(), allow_nan=False), encoding="utf-8")
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    """Write the file; see `write_whole`."""
+    write_whole(path, json.dumps(run.to_dict(), allow_nan=False))
 
 
 def read_run(path: str | Path) -> RunFile:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_hetero.common.reading import write_whole
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.in_memory import PartTaker
@@ -38,7 +39,6 @@ from ds_hetero.job.checkpoints import (
     publish,
     seal_part,
     why_not_written,
-    write_whole,
 )
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.epochs import process_states, set_process_states
@@ -187,7 +187,7 @@ def _publish(folder: Path, manifest: Manifest) -> None:
 
 
 def _finish(folder: Path, manifest: Manifest) -> None:
-    write_whole(draft_of(folder) / MANIFEST, manifest.to_json())
+    write_whole(draft_of(folder) / MANIFEST, manifest.to_json(), durable=True)
     publish(folder)
 
 
@@ -201,7 +201,7 @@ def _publish_on_node(engine: Engine, folder: Path, manifest: Manifest) -> None:
 
 def _write_latest(save_dir: Path, tag: str) -> None:
     with _naming(save_dir / tag):
-        write_whole(save_dir / "latest", tag)
+        write_whole(save_dir / "latest", tag, durable=True)
 
 
 @contextlib.contextmanager
