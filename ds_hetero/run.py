@@ -16,11 +16,11 @@ from __future__ import annotations
 import runpy
 import shutil
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 import ds_hetero
+from ds_hetero.common.extras import is_installed
 
 _USAGE = "python -m ds_hetero.run SCRIPT ARGS, or -m MODULE ARGS, or COMMAND ARGS"
 
@@ -49,7 +49,7 @@ def main() -> None:
 def _run_module(arguments: list[str], local_rank: list[str]) -> None:
     """As ``python -m``: found from the working directory first."""
     sys.path[0] = str(Path.cwd())
-    if not arguments or not _exists(arguments[0]):
+    if not arguments or not is_installed(arguments[0]):
         _refuse(f"{arguments[0]!r} is no module" if arguments else "-m without a module")
     sys.argv = [arguments[0], *local_rank, *arguments[1:]]  # the module's file takes the first place
     ds_hetero.register()
@@ -62,13 +62,6 @@ def _note_success() -> None:
 
     if (worker := own_worker()) is not None:
         worker.note_success()
-
-
-def _exists(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except (ImportError, ValueError):  # a package above it does not exist, or the name is none
-        return False
 
 
 def _script_of(name: str) -> str:

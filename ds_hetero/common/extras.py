@@ -21,7 +21,7 @@ def require(*packages: str, purpose: str) -> None:
     Raises:
         DependencyError: which ones are missing, and the command that installs them.
     """
-    missing = [name for name in packages if not _installed(name)]
+    missing = [name for name in packages if not is_installed(name)]
     if missing:
         raise DependencyError(
             f"{purpose} needs {', '.join(packages)}; not installed: {', '.join(missing)}. "
@@ -76,7 +76,8 @@ def untested_releases() -> dict[str, str]:
     }
 
 
-def _installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether a package or a module can be imported, without an import of it."""
     try:
         return find_spec(name) is not None
     except (ImportError, ValueError):  # a finder that refuses it, or a module without a spec in its place

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
-from ds_hetero.runtime.data.batch_mode import TORCH_LOADERS, LoaderNames
+from ds_hetero.runtime.data.batch_mode import TORCH_LOADERS, LoaderAround, LoaderNames
 from ds_hetero.runtime.data.fetch import Progress
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.loss_units import Batch
@@ -100,7 +100,7 @@ class ModelLoader(ShardedLoader):
             self._model.checks.check_batches_of_ranks(self._batches.take_kept())
 
 
-class WholeLoader:
+class WholeLoader(LoaderAround):
     """The wrapped loader's batches on ``device``, for a model that is not split, or that is called by sharded calls.
 
     Args:
@@ -110,11 +110,8 @@ class WholeLoader:
     """
 
     def __init__(self, dataloader: Iterable[Any], device: torch.device, model: SplitModel | None = None) -> None:
-        self.dataloader: Any = dataloader
+        self.dataloader = dataloader
         self._target, self._model = device, model
-
-    def __len__(self) -> int:
-        return len(self.dataloader)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.dataloader:
@@ -132,11 +129,6 @@ class WholeLoader:
             piece = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
             model.checks.check_same_batch({**piece, "labels": batch["input_ids"]})
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataloader":  # looked up by copy before there is any attribute
-            raise AttributeError(name)
-        return getattr(self.dataloader, name)
-
 
 def stands_for_none(batch: Any) -> bool:
     """Whether the batch stands for none: on a rank without tokens, or to fill up an optimizer step."""
@@ -147,7 +139,7 @@ def stands_for_none(batch: Any) -> bool:
     return (info is not None and info.is_filler) or is_placeholder(positions)
 
 
-class LoaderByMode:
+class LoaderByMode(LoaderAround):
     """Yields this rank's unlike micro-batches while the model is in ``train()``, accelerate's equal ones in ``eval()``.
 
     Args:
@@ -156,7 +148,7 @@ class LoaderByMode:
     """
 
     def __init__(self, equal: Batch, dataloader: DataLoader[Batch]) -> None:
-        self.dataloader: Batch = equal
+        self.dataloader = equal
         self._given, self._skipped = dataloader, 0
         self._model: WholeModel | None = None
         self._samples: SampleLoader | None = None
@@ -186,11 +178,6 @@ class LoaderByMode:
 
     def __len__(self) -> int:
         return len(self.dataloader if self._trains is None else self._trains)
-
-    def __getattr__(self, name: str) -> Batch:
-        if name == "dataloader":  # looked up by copy before there is any attribute
-            raise AttributeError(name)
-        return getattr(self.dataloader, name)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loaders which epoch comes next."""

@@ -26,6 +26,20 @@ _REMEDY = (
 )
 
 
+class LoaderAround:
+    """A loader around ``dataloader``, whose attributes it has where it has none of its own."""
+
+    dataloader: Any
+
+    def __len__(self) -> int:
+        return len(self.dataloader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataloader":  # looked up by copy before there is any attribute
+            raise AttributeError(name)
+        return getattr(self.dataloader, name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoaderReport:
     """Report of one rank on its loader.

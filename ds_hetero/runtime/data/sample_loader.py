@@ -22,7 +22,13 @@ from torch.utils.data import DataLoader
 
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.batch_mode import TORCH_LOADERS, LoaderNames, describe_loader, expect_unsharded
+from ds_hetero.runtime.data.batch_mode import (
+    TORCH_LOADERS,
+    LoaderAround,
+    LoaderNames,
+    describe_loader,
+    expect_unsharded,
+)
 from ds_hetero.runtime.data.epochs import STATE_VERSION, Epochs, expect_compatible
 from ds_hetero.runtime.data.fetch import FetchReport, Progress, ShortStep, exchange_reports
 from ds_hetero.runtime.data.loss_units import UnitCounts
@@ -71,7 +77,7 @@ class Trainee(Protocol):
         """Raise `StepError` if the micro-batch that was given last had no backward."""
 
 
-class SampleLoader:
+class SampleLoader(LoaderAround):
     """Wraps a loader of all samples; yields this rank's micro-batches, of the structure that the loader gives them.
 
     An epoch whose first batch is drawn in ``eval()`` yields the wrapped loader's batches as they are.
@@ -114,7 +120,7 @@ class SampleLoader:
         expect_unsharded(reports, isinstance(dataloader, DataLoader))
         if isinstance(dataloader, DataLoader):
             dataloader = replica_samples(dataloader, replica.batch_split, replica.replica_id, is_of_rank=is_of_rank)
-        self.dataloader: Any = dataloader
+        self.dataloader = dataloader
         self._epochs = Epochs(dataloader, names)
         self._checksum_before_step: int | None = 0
         self._epoch: int | None = None
@@ -129,11 +135,6 @@ class SampleLoader:
         if self._reader is not None:
             return steps_in_epoch(self._reader) * split.micro_steps
         return -(-len(self.dataloader) // split.micro_batches[replica_id]) * split.micro_steps
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataloader":  # looked up by copy before there is any attribute
-            raise AttributeError(name)
-        return getattr(self.dataloader, name)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the wrapped loader, or else its sampler and dataset, which epoch comes next."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.data.batch_mode import LoaderAround
 from ds_hetero.runtime.data.shards import Entries, WholeBatch, read_batch
 from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
 from ds_hetero.runtime.peers.watch import waiting_for_peers
@@ -80,7 +81,7 @@ def _rows(batch: WholeBatch, start: int, stop: int) -> WholeBatch:
     return replace(batch, batch_size=stop - start, sequences=sequences)
 
 
-class SameBatches:
+class SameBatches(LoaderAround):
     """A loader of global batches that every rank reads alike; yields them on ``device`` when all ranks agree.
 
     Args:
@@ -89,16 +90,8 @@ class SameBatches:
     """
 
     def __init__(self, dataloader: Iterable[Any], device: torch.device) -> None:
-        self.dataloader: Any = dataloader
+        self.dataloader = dataloader
         self._device = device
-
-    def __len__(self) -> int:
-        return len(self.dataloader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataloader":  # looked up by copy before there is any attribute
-            raise AttributeError(name)
-        return getattr(self.dataloader, name)
 
     def __iter__(self) -> Iterator[Entries]:
         """Yield batches.
