@@ -24,8 +24,8 @@ from rich.table import Table
 from benchmarks.measure.results import FOLDER, header, write
 from benchmarks.peers import amp, flashflex, metis, sailor
 from benchmarks.peers.judge import Case, NoPlan, best_that_fits, our_s, row_text
-from ds_hetero.cluster.files import cluster_from_dict, load_cluster
-from ds_hetero.cluster.topology import Cluster
+from benchmarks.reproduce.tangram import nodes_of
+from ds_hetero.cluster.files import load_cluster
 from ds_hetero.models import load_model
 from ds_hetero.values.plans import Plan
 
@@ -36,15 +36,6 @@ PEERS: dict[str, tuple[str, Callable[[Path, str, Case, float], Iterable[Plan]]]]
     "amp": ("sailor", amp.plans),
 }
 """By name: whose checkout a planner is in, and it: plans for a case, best first by its own cost."""
-
-
-def nodes_of(*entries: tuple[str, int, int], network: float) -> Cluster:
-    """Nodes of (device, devices per node, nodes)."""
-    nodes = [
-        {"name": f"n{i}", "device": device, "count": count, "repeat": repeat}
-        for i, (device, count, repeat) in enumerate(entries)
-    ]
-    return cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": network, "latency_us": 10}})
 
 
 def cases() -> list[Case]:

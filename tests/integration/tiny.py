@@ -73,6 +73,13 @@ def mean_over_group(loss: Tensor, labels: Tensor, group: Any) -> Tensor:
     return (torch.where(tokens > 0, losses, 0) * tokens).sum() / tokens.sum()
 
 
+def mean_over_ranks(value: Tensor) -> float:
+    """Over all ranks of the job."""
+    value = value.detach().clone()
+    torch.distributed.all_reduce(value)
+    return float(value) / torch.distributed.get_world_size()
+
+
 def compute_in(dtype: torch.dtype) -> None:
     """Make `dtype` the default of this process; Llama's norms follow it too.
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.errors import BatchError
@@ -23,6 +22,7 @@ from tests.integration.tiny import (
     assert_same_parameters,
     ds_config,
     llama,
+    mean_over_ranks,
     parameters,
     train_on_one_process,
 )
@@ -94,7 +94,7 @@ def _train_stage(rank: int, schedule: Any, stage: int) -> None:
         loss = handle.loss(engine(**batch), batch)
         engine.backward(loss)
         engine.step()
-        losses.append(_mean_over_ranks(loss))
+        losses.append(mean_over_ranks(loss))
         norms.append(engine.get_global_grad_norm())
     assert {1, 2} <= zones
     expected = llama(use_cache=False)  # with a cache, transformers does not look for packed documents
@@ -105,12 +105,6 @@ def _train_stage(rank: int, schedule: Any, stage: int) -> None:
     assert_same_parameters(parameters(model, stage), parameters(expected))
     engine.destroy()
     handle.undo()
-
-
-def _mean_over_ranks(value: Tensor) -> float:
-    value = value.detach().clone()
-    dist.all_reduce(value)
-    return float(value) / dist.get_world_size()
 
 
 # --- what else a job may have ---------------------------------------------------------------------------------------
@@ -141,7 +135,7 @@ def _train_replicas(rank: int, stage: int) -> None:
         loss = handle.loss(engine(**batch), batch)
         engine.backward(loss)
         engine.step()
-        losses.append(_mean_over_ranks(loss))
+        losses.append(mean_over_ranks(loss))
         norms.append(engine.get_global_grad_norm())
     # Rows of unequal length are one row of their real tokens, but where padding on the left predicts a token.
     assert lengths == [[70, 73, 33], [90, 38, 44]][replica.replica_id]

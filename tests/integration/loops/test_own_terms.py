@@ -12,17 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.integration.loops.test_losses import sgd
 from tests.integration.loops.test_plain_loop import recipe
 from tests.integration.loops.test_replicas import REPLICAS
 from tests.integration.tiny import UNEVEN_2, UNEVEN_4, batches, collate, ds_config, llama, parameters, samples
 from tests.support import run_deepspeed
 
 WEIGHT, PENALTY = 0.1, 1e-2
-
-
-def sgd(model: Any) -> torch.optim.Optimizer:
-    """Unlike Adam, its steps are in proportion to the gradient's scale."""
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def _z(logits: Tensor) -> Tensor:

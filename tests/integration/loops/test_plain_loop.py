@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.integration.tiny import (
     ONE_GROUP_2,
@@ -22,6 +21,7 @@ from tests.integration.tiny import (
     ds_config,
     llama,
     mean_over_group,
+    mean_over_ranks,
     parameters,
     train_on_one_process,
 )
@@ -84,7 +84,7 @@ def _train(rank: int, stage: int, schedule: Any, zero: dict[str, Any], how: str)
         loss = _LOSSES[how](handle, engine, batch)
         engine.backward(loss)
         engine.step()
-        losses.append(_mean_over_ranks(loss))
+        losses.append(mean_over_ranks(loss))
         norms.append(engine.get_global_grad_norm())
 
     expected = llama()
@@ -109,9 +109,3 @@ def recipe(engine: Any, batch: dict[str, Any]) -> torch.Tensor:
 
     group = groups._get_sequence_parallel_group()
     return mean_over_group(engine(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"], group)
-
-
-def _mean_over_ranks(value: torch.Tensor) -> float:
-    value = value.detach().clone()
-    dist.all_reduce(value)
-    return float(value) / dist.get_world_size()

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.integration.tiny import (
@@ -22,6 +21,7 @@ from tests.integration.tiny import (
     collate,
     ds_config,
     llama,
+    mean_over_ranks,
     parameters,
     samples,
     train_on_one_process,
@@ -125,17 +125,11 @@ def _plain_loop(rank: int, stage: int) -> Any:
             loss = handle.loss(engine(**batch), batch)
             engine.backward(loss)
             engine.step()
-            losses += [_mean_over_ranks(loss)]
+            losses += [mean_over_ranks(loss)]
             if i % MICRO_STEPS == MICRO_STEPS - 1:
                 norms.append(float(engine.get_global_grad_norm() or 0.0))
     assert engine.global_steps == 10 and engine.global_samples == 10 * GLOBAL_BATCH
     return np.reshape(losses, (-1, MICRO_STEPS)).mean(axis=1), norms, parameters(model, stage)
-
-
-def _mean_over_ranks(value: torch.Tensor) -> float:
-    value = value.detach().clone()
-    dist.all_reduce(value)
-    return float(value) / dist.get_world_size()
 
 
 def test_another_global_batch_is_refused() -> None:
@@ -243,7 +237,7 @@ def _accelerate_loop(rank: int, stage: int | None, stream: bool) -> dict[str, An
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            losses.append(float(loss) if stage is None else _mean_over_ranks(loss))
+            losses.append(float(loss) if stage is None else mean_over_ranks(loss))
         model.eval()
         for batch in evaluation:  # whole, and on every rank
             with torch.no_grad():

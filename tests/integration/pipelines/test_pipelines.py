@@ -11,6 +11,7 @@ from torch import nn
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.stages import check_stages, impossible_inners
 from ds_hetero.values.plans import read_plan
+from tests.dist.test_pipeline import random_parts
 from tests.integration.tiny import VOCAB, compute_in, llama
 from tests.support import run_deepspeed
 
@@ -158,11 +159,6 @@ def random_plan(rng, world_size):
     if all(len(p["stages"]) == 1 and p["stages"][0].get("inner") == "sequence" for p in pipelines):
         return random_plan(rng, world_size)  # a plan of replicas has an engine of its own
     return plan_of(*pipelines, kv_heads=HEADS)
-
-
-def random_parts(rng, total, number):
-    cuts = sorted(rng.sample(range(1, total), number - 1))
-    return [stop - start for start, stop in itertools.pairwise([0, *cuts, total])]
 
 
 def errors_against_one_process(
