@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ds_hetero.common.reading import MAX_SEQ_LEN, expect_whole, is_file, is_pipe, read_file, shortened
+from ds_hetero.common.reading import MAX_SEQ_LEN, expect_whole_number, is_file, is_pipe, read_file, shortened
 from ds_hetero.common.text import nearest
 from ds_hetero.errors import PlanError
 
@@ -120,7 +120,7 @@ def read_lengths(path: str) -> list[int]:
         )
     where = f"lengths file {shortened(path)}"
     for index, length in enumerate(data):
-        expect_whole(f"{where}: length {index}", length, 1, MAX_SEQ_LEN, PlanError)
+        expect_whole_number(f"{where}: length {index}", length, 1, MAX_SEQ_LEN, PlanError)
     return data
 
 

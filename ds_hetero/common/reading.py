@@ -54,7 +54,7 @@ def whole_rule(value: Any, least: int, most: int) -> str:
     return f"a whole number <= {most:,}" if is_too_large else f"a whole number >= {least}"
 
 
-def expect_whole(where: str, value: Any, least: int, most: int, error: type[HeteroError]) -> int:
+def expect_whole_number(where: str, value: Any, least: int, most: int, error: type[HeteroError]) -> int:
     """A whole number from ``least`` to ``most``; raises ``error`` where ``value`` is none, and says where it stands."""
     if not is_whole(value, least, most):
         raise error(f"{where} must be {whole_rule(value, least, most)}, got {shortened(value)}.")
@@ -66,7 +66,7 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def expect_keys(
+def expect_object_keys(
     where: str, data: Any, required: AbstractSet[str], optional: AbstractSet[str], error: type[HeteroError]
 ) -> None:
     """Raise ``error`` where ``data`` is no object with the required keys, and at most the optional ones beside them."""

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.reading import MAX_BATCH, MAX_RANKS, MAX_SEQ_LEN, expect_whole, is_weight, is_whole, shortened
+from ds_hetero.common.reading import (
+    MAX_BATCH,
+    MAX_RANKS,
+    MAX_SEQ_LEN,
+    expect_whole_number,
+    is_weight,
+    is_whole,
+    shortened,
+)
 from ds_hetero.errors import PlanError
 from ds_hetero.models.configs import MAX_RANK, QUANTIZATIONS
 
@@ -89,12 +97,12 @@ class Workload:
             "data_parallel": MAX_RANKS,
         }
         for name, most in limits.items():
-            expect_whole(name, getattr(self, name), 1, most, PlanError)
+            expect_whole_number(name, getattr(self, name), 1, most, PlanError)
         if self.tile_tokens is not None:
-            expect_whole("tile_tokens", self.tile_tokens, 1, MAX_SEQ_LEN, PlanError)
+            expect_whole_number("tile_tokens", self.tile_tokens, 1, MAX_SEQ_LEN, PlanError)
         if not is_whole(self.zero_stage, 0, 3):
             raise PlanError(f"zero_stage must be 0, 1, 2 or 3, got {shortened(self.zero_stage)}.")
-        expect_whole("adapter_rank", self.adapter_rank, 0, MAX_RANK, PlanError)
+        expect_whole_number("adapter_rank", self.adapter_rank, 0, MAX_RANK, PlanError)
         if self.quantization not in (None, *QUANTIZATIONS) or (self.quantization and not self.adapter_rank):
             raise PlanError(
                 f"quantization must be null or, with an adapter_rank, one of {', '.join(QUANTIZATIONS)}, got "

@@ -20,7 +20,7 @@ from ds_hetero.common.reading import (
     MAX_LAYERS,
     JsonObject,
     config_dir,
-    expect_whole,
+    expect_whole_number,
     is_file,
     is_folder,
     is_list,
@@ -267,7 +267,7 @@ def _whole(config: JsonObject, key: str, name: str, default: int | None = None) 
     most = _LARGEST.get(key, 2**24)
     if value is None and default is not None:
         return default
-    return expect_whole(f"{name}: {key}", value, 1, most, ModelError)
+    return expect_whole_number(f"{name}: {key}", value, 1, most, ModelError)
 
 
 def _text(config: JsonObject, key: str, name: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.reading import MAX_BATCH, expect_whole
+from ds_hetero.common.reading import MAX_BATCH, expect_whole_number
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
@@ -65,7 +65,7 @@ def plan_replicas(
     Raises:
         PlanError: a replica holds not one sample, or the global batch cannot be filled.
     """
-    expect_whole("global_batch", global_batch, 1, MAX_BATCH, PlanError)
+    expect_whole_number("global_batch", global_batch, 1, MAX_BATCH, PlanError)
     work = replace(workload, micro_batch=1, micro_batches=1, data_parallel=len(clusters))
     plans = tuple(plan(cluster, model, work, cost_model=cost_model, layout=layout) for cluster in clusters)
     times = [

@@ -23,8 +23,8 @@ from ds_hetero.common.reading import (
     MAX_RANKS,
     JsonDict,
     JsonObject,
-    expect_keys,
-    expect_whole,
+    expect_object_keys,
+    expect_whole_number,
     is_list,
     is_weight,
     is_whole,
@@ -225,7 +225,7 @@ class Schedule:
             ScheduleError: unknown or missing keys, wrong types, or an inconsistent schedule.
         """
         known = {"version", "num_heads", "num_kv_heads", "layout", "ring", "groups"}
-        expect_keys("schedule", data, known - {"layout", "ring"}, {"layout", "ring"}, ScheduleError)
+        expect_object_keys("schedule", data, known - {"layout", "ring"}, {"layout", "ring"}, ScheduleError)
         if not is_whole(data["version"], VERSION, VERSION):
             raise ScheduleError(
                 f"schedule version {shortened(data['version'])} is unknown; this release reads version {VERSION}."
@@ -237,7 +237,7 @@ class Schedule:
         groups = []
         for i, group in enumerate(data["groups"]):
             keys = {"ranks", "tokens", "heads"}
-            expect_keys(f"groups[{i}]", group, keys, frozenset(), ScheduleError)
+            expect_object_keys(f"groups[{i}]", group, keys, frozenset(), ScheduleError)
             for key in sorted(keys):
                 if not is_list(group[key]):
                     raise ScheduleError(
@@ -313,7 +313,7 @@ def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ..
 
 def _check(s: Schedule) -> None:
     for name in ("num_heads", "num_kv_heads"):
-        expect_whole(name, getattr(s, name), 1, MAX_HEADS, ScheduleError)
+        expect_whole_number(name, getattr(s, name), 1, MAX_HEADS, ScheduleError)
     if s.num_heads % s.num_kv_heads:
         raise ScheduleError(f"num_heads={s.num_heads} is not a multiple of num_kv_heads={s.num_kv_heads}.")
     if s.layout not in LAYOUTS:

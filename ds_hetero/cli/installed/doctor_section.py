@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from ds_hetero.cluster import load_cluster
-from ds_hetero.common.reading import MAX_RANKS, JsonDict, JsonObject, expect_whole, read_file, shortened
+from ds_hetero.common.reading import MAX_RANKS, JsonDict, JsonObject, expect_whole_number, read_file, shortened
 from ds_hetero.decision.batches import as_whole, plan_of_batches
 from ds_hetero.decision.decide import (
     COST_MODEL,
@@ -60,7 +60,7 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
     """
     report: JsonDict = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
     try:
-        expect_whole("--world-size", world_size, 1, MAX_RANKS, ConfigError)
+        expect_whole_number("--world-size", world_size, 1, MAX_RANKS, ConfigError)
         ds_config = read_file(config, "DeepSpeed configuration", ConfigError)
         if not isinstance(ds_config, Mapping):
             raise ConfigError(f"{config}: a DeepSpeed configuration is a JSON object, got {shortened(ds_config)}.")

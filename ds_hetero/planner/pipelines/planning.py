@@ -14,7 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.reading import MAX_BATCH, expect_whole
+from ds_hetero.common.reading import MAX_BATCH, expect_whole_number
 from ds_hetero.cost.price import TOO_LONG, Objective
 from ds_hetero.cost.stages.calibrated import INNERS, CalibratedStageCosts
 from ds_hetero.cost.stages.stage import Pools, StageCosts
@@ -213,9 +213,9 @@ def check_global_batch(global_batch: int, micro_batch_sizes: Sequence[int]) -> N
     Raises:
         PlanError: the numbers, and what would be accepted.
     """
-    expect_whole("global_batch", global_batch, 1, MAX_BATCH, PlanError)
+    expect_whole_number("global_batch", global_batch, 1, MAX_BATCH, PlanError)
     for size in micro_batch_sizes:
-        expect_whole("micro_batch_size", size, 1, MAX_BATCH, PlanError)
+        expect_whole_number("micro_batch_size", size, 1, MAX_BATCH, PlanError)
     if not any(global_batch % size == 0 for size in micro_batch_sizes):
         raise PlanError(
             f"micro-batches of {' or '.join(map(str, micro_batch_sizes))} samples do not make up a global batch of "

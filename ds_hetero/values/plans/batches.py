@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_hetero.common.reading import MAX_BATCH, expect_whole
+from ds_hetero.common.reading import MAX_BATCH, expect_whole_number
 from ds_hetero.errors import ScheduleError
 from ds_hetero.values.splits import Split, share
 
@@ -36,7 +36,7 @@ class BatchSplit:
             ("micro_batches", self.micro_batches),
         ):
             for i, value in enumerate(values):
-                expect_whole(f"replicas[{i}].{name}", value, 1, MAX_BATCH, ScheduleError)
+                expect_whole_number(f"replicas[{i}].{name}", value, 1, MAX_BATCH, ScheduleError)
 
     @property
     def samples_of(self) -> tuple[int, ...]:

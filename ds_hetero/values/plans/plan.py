@@ -38,8 +38,8 @@ from ds_hetero.common.reading import (
     JsonDict,
     JsonObject,
     check_content,
-    expect_keys,
-    expect_whole,
+    expect_object_keys,
+    expect_whole_number,
     is_list,
     is_weight,
     is_whole,
@@ -315,7 +315,7 @@ def check_plan(plan: Plan) -> None:
     if plan.model is not None:
         _check_model(plan.model)
     if plan.seq_len is not None:
-        expect_whole("seq_len", plan.seq_len, 1, MAX_SEQ_LEN, PlanError)
+        expect_whole_number("seq_len", plan.seq_len, 1, MAX_SEQ_LEN, PlanError)
     for i, pipeline in enumerate(plan.pipelines):
         _check_pipeline(f"pipelines[{i}]", pipeline, plan.model)
     ranks = plan.ranks
@@ -331,7 +331,7 @@ def check_plan(plan: Plan) -> None:
 
 def _check_model(model: PlannedModel) -> None:
     for name, most in (("num_layers", MAX_LAYERS), ("num_heads", MAX_HEADS), ("num_kv_heads", MAX_HEADS)):
-        expect_whole(f"model.{name}", getattr(model, name), 1, most, PlanError)
+        expect_whole_number(f"model.{name}", getattr(model, name), 1, most, PlanError)
     if model.num_heads % model.num_kv_heads:
         raise PlanError(f"model.num_heads={model.num_heads} is not a multiple of num_kv_heads={model.num_kv_heads}.")
 
@@ -341,7 +341,7 @@ def _check_pipeline(where: str, pipeline: Pipeline, model: PlannedModel | None) 
         raise PlanError(f"{where}.stages is empty; a pipeline has at least one stage.")
     for key in _BATCH_KEYS:
         if getattr(pipeline, key) is not None:
-            expect_whole(f"{where}.{key}", getattr(pipeline, key), 1, MAX_BATCH, PlanError)
+            expect_whole_number(f"{where}.{key}", getattr(pipeline, key), 1, MAX_BATCH, PlanError)
     for j, stage in enumerate(pipeline.stages):
         _check_stage(f"{where}.stages[{j}]", stage, model)
     _check_layers(where, pipeline, model)
@@ -365,7 +365,7 @@ def _check_stage(where: str, stage: Stage, model: PlannedModel | None) -> None:
         of_schedule, of_stage = shortened(list(stage.schedule.ranks)), shortened(list(stage.ranks))
         raise PlanError(f"{where}.schedule is of ranks {of_schedule}, the stage of {of_stage}.")
     if stage.in_flight is not None:
-        expect_whole(f"{where}.in_flight", stage.in_flight, 1, MAX_BATCH, PlanError)
+        expect_whole_number(f"{where}.in_flight", stage.in_flight, 1, MAX_BATCH, PlanError)
     if model is not None:
         _check_heads(where, stage, model)
 
@@ -486,18 +486,18 @@ def _read_replicas(data: JsonObject) -> Plan:
 def _read_plan(data: JsonObject) -> Plan:
     """Read a file of version 2."""
     further = {"model", "seq_len", "zero", "activation_checkpointing", "predicted"}
-    expect_keys("plan", data, {"version", "pipelines"}, further, PlanError)
+    expect_object_keys("plan", data, {"version", "pipelines"}, further, PlanError)
     if not is_whole(data["version"], VERSION, VERSION):
         version = shortened(data["version"])
         raise PlanError(f"plan version {version} is unknown; this release reads versions 1 and {VERSION}.")
     model = None
     if "model" in data:
         names = {"num_layers", "num_heads", "num_kv_heads"}
-        expect_keys("model", data["model"], names, frozenset(), PlanError)
+        expect_object_keys("model", data["model"], names, frozenset(), PlanError)
         model = PlannedModel(**{name: data["model"][name] for name in sorted(names)})
     zero = None
     if "zero" in data:
-        expect_keys("zero", data["zero"], {"stage"}, {"owner_weights"}, PlanError)
+        expect_object_keys("zero", data["zero"], {"stage"}, {"owner_weights"}, PlanError)
         zero = ZeroOwners(stage=data["zero"]["stage"], owner_weights=_owner_weights(data["zero"]))
     predicted = data.get("predicted")
     if predicted is not None and not isinstance(predicted, Mapping):
@@ -531,7 +531,7 @@ def _is_rank(key: Any) -> bool:
 
 
 def _read_pipeline(where: str, data: Any) -> Pipeline:
-    expect_keys(where, data, {"stages"}, set(_BATCH_KEYS), PlanError)
+    expect_object_keys(where, data, {"stages"}, set(_BATCH_KEYS), PlanError)
     if not is_list(data["stages"]):
         raise PlanError(f"{where}.stages must be a list, got {type(data['stages']).__name__}.")
     stages = tuple(_read_stage(f"{where}.stages[{j}]", stage) for j, stage in enumerate(data["stages"]))
@@ -539,7 +539,7 @@ def _read_pipeline(where: str, data: Any) -> Pipeline:
 
 
 def _read_stage(where: str, data: Any) -> Stage:
-    expect_keys(where, data, {"ranks"}, {"layers", "inner", "schedule", "in_flight"}, PlanError)
+    expect_object_keys(where, data, {"ranks"}, {"layers", "inner", "schedule", "in_flight"}, PlanError)
     for key, most in (("ranks", MAX_RANKS), ("layers", MAX_LAYERS)):
         if key in data and not (is_list(data[key]) and all(is_whole(value, 0, most) for value in data[key])):
             raise PlanError(f"{where}.{key} must be a list of whole numbers >= 0, got {shortened(data[key])}.")
