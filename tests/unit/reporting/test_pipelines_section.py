@@ -44,7 +44,7 @@ def test_every_pipeline_is_drawn_over_the_same_part_of_a_step() -> None:
     described = _described()
     _, finished = judged(described)
     page = Page("p")
-    _timelines(page, described, finished)
+    _timelines(page, finished)
     (chart,) = page._charts
     bars, kinds = chart["data"]["bars"], chart["data"]["kinds"]
     ends = [max(stop for row, _, _, stop in bars if row == number) for number in range(3)]
