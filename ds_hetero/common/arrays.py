@@ -1,4 +1,8 @@
-"""Types of the arrays in the planning half; their dimensions are in the names of the variables."""
+"""Types of the arrays in the planning half; their dimensions are in the names of the variables.
+
+What NumPy counts or indexes with is ``np.intp``, which has 32 bits in browsers (docs/planner.md): ``repeat``,
+``bincount`` and ``reduceat`` take no wider ones. Everywhere else it is ``np.int64``.
+"""
 
 from typing import TypeVar
 

@@ -57,12 +57,13 @@ def describe_with_run(plan: DescribedPlan | Plan, run: RunFile | None) -> Descri
     return DescribedPlan(plan=bare, scenario=own)
 
 
-def plan_page(described: DescribedPlan, run: RunFile | None = None) -> str:
+def plan_page(described: DescribedPlan, run: RunFile | None = None, sliders: bool = True) -> str:
     """Return the page.
 
     Args:
         described: the plan with what it was made for.
         run: what a job that ran it measured.
+        sliders: with the section "What if?", for which 75 other plans are made and predicted.
 
     Raises:
         PlanError: the plan does not fit its scenario.
@@ -75,6 +76,8 @@ def plan_page(described: DescribedPlan, run: RunFile | None = None) -> str:
     )
     if described.num_replicas:
         _add_replicas(page, described, run)
+        if sliders:
+            _add_sliders(page, described)
     else:
         add_pipelines(page, described, run)
     if run is not None:
@@ -106,6 +109,9 @@ def _add_replicas(page: Page, described: DescribedPlan, run: RunFile | None) -> 
         page.section(f"Other plans, and why they lose{of}", *baselines(page, cost, schedule, prediction))
         if described.scenario.lengths is not None:
             add_documents(page, cost, schedule, described.scenario.lengths, of)
+
+
+def _add_sliders(page: Page, described: DescribedPlan) -> None:
     grid = grid_of(described)
     if grid is None:
         page.section("What if?", "Sliders are for plans of one replica; give the plan of one replica to see them.")
@@ -114,7 +120,7 @@ def _add_replicas(page: Page, described: DescribedPlan, run: RunFile | None) -> 
         "What if?",
         "Move a slider with the arrow keys or a finger. Every answer was computed by the same cost model when this "
         "page was made; nothing is predicted in the browser. Plans are made anew where at most one slider has moved.",
-        page.sliders({**grid, "today": costs[0].workload.seq_len}),
+        page.sliders({**grid, "today": described.cost_of(0).workload.seq_len}),
     )
 
 

@@ -27,7 +27,8 @@ def plan_and_run(out_help: str) -> Callable[[Callable[..., None]], Callable[...,
 @click.command
 @plan_and_run("Page to write, .html.")
 @click.option("--train", help="full, lora[:rank] or qlora[:rank]: the same plan with these weights trained.")
-def report(plan: Path, out: Path, run: Path | None, train: str | None, as_json: bool) -> None:
+@click.option("--sliders/--no-sliders", default=True, help="With answers for other lengths, links and cards.")
+def report(plan: Path, out: Path, run: Path | None, train: str | None, as_json: bool, sliders: bool) -> None:
     """Make one HTML page of PLAN, as plan --out or plan --json wrote it, and of what a job measured that ran it."""
     if run is not None and train is not None:
         raise click.UsageError("--run is of the weights that the job trained. Leave --train out.")
@@ -35,7 +36,7 @@ def report(plan: Path, out: Path, run: Path | None, train: str | None, as_json: 
     if train is not None:
         work = replace(described.scenario.workload, **read_training(train)._asdict(), trains_embedding=False)
         described = replace(described, scenario=replace(described.scenario, workload=work))
-    page = plan_page(described, measured)
+    page = plan_page(described, measured, sliders)
     write_out(out, page)
     if as_json:
         print_json({"out": str(out), "bytes": len(page.encode())})

@@ -64,7 +64,7 @@ class GroupBy:
     @cached_property
     def part_of(self) -> Ints:
         """Part of every item, ``[I]``."""
-        part_of = np.empty(len(self.order), dtype=np.int64)
+        part_of = np.empty(len(self.order), dtype=np.intp)
         part_of[self.order] = np.repeat(np.arange(len(self.starts)), self.sizes)
         return part_of
 
@@ -92,10 +92,10 @@ class Grouping:
         assert min(sizes) > 0 and sum(sizes) == cluster.num_ranks, "groups must hold every rank of the cluster once"
         self.cluster = cluster
         self.zigzag = zigzag
-        self.order: Ints = np.concatenate([np.asarray(group, dtype=np.int64) for group in groups])
-        self.sizes: Ints = np.array(sizes, dtype=np.int64)
+        self.order: Ints = np.concatenate([np.asarray(group, dtype=np.intp) for group in groups])
+        self.sizes: Ints = np.array(sizes, dtype=np.intp)
         self.offsets: Ints = np.concatenate([[0], np.cumsum(self.sizes)])
-        self.group_of: Ints = np.empty(cluster.num_ranks, dtype=np.int64)
+        self.group_of: Ints = np.empty(cluster.num_ranks, dtype=np.intp)
         self.group_of[self.order] = np.repeat(np.arange(len(groups)), self.sizes)
 
     @classmethod
@@ -219,7 +219,8 @@ def ring_edges(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int | No
     """
     num_sets, num_groups = len(heads_BD), grouping.num_groups
     ordered_BD = heads_BD[:, grouping.order]
-    owner_BKN = np.repeat(np.tile(grouping.order, num_sets), ordered_BD.ravel()).reshape(num_sets, num_groups, -1)
+    counts = ordered_BD.ravel().astype(np.intp, copy=False)
+    owner_BKN = np.repeat(np.tile(grouping.order, num_sets), counts).reshape(num_sets, num_groups, -1)
     sender_BKN = np.roll(owner_BKN, 1, axis=1)
     new_BKN = np.ones(owner_BKN.shape, dtype=bool)  # first head of a run of one (sender, receiver)
     own_cut_BKN = owner_BKN[:, :, 1:] != owner_BKN[:, :, :-1]

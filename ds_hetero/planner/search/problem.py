@@ -97,7 +97,7 @@ class Problem:
         """Class of every rank: ranks of one class are equal but for the node they sit in. Class 0 is the fastest."""
         rows = np.stack([-self.speed, self.cost.non_attention_s_per_token_D, -self.cost.capacity_bytes_D], axis=1)
         kind = np.unique(rows, axis=0, return_inverse=True)[1]
-        return np.asarray(kind.reshape(-1), dtype=np.int64)
+        return np.asarray(kind.reshape(-1), dtype=np.intp)
 
     @cached_property
     def token_speed(self) -> Floats:

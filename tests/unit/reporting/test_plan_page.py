@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +30,6 @@ SECTIONS = [
     "The plan file",
 ]
 MOST_BYTES = 1_500_000
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """A Chromium without a window; .ci/browser installs one."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="install.sh test installs playwright")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next((found for name in names if (found := shutil.which(name))), None)
-    with playwright.sync_playwright() as driver:
-        try:
-            opened = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium: {str(error).splitlines()[0]}")
-        yield opened
-        opened.close()
 
 
 def _open(browser: Any, path: Path, width: int = 1280, scheme: str = "light") -> tuple[Any, list[str]]:
