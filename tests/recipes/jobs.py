@@ -155,9 +155,10 @@ _NOT_RUN = {
     "ktransformers": "runs experts by KTransformers, an engine for the host's processors",
     "eaft": "a loss of the framework's own",
 }
-_TRAINED_WITH = ("neftune", "frozen_layers", "router_loss", "streaming")
+_TRAINED_WITH = ("frozen_layers", "router_loss", "streaming")
 _OWN_LOSSES = {"asft", "eaft"}
 _OWN_TUNERS = {
+    "adalora": "TRL 1.16 leaves out the term that PEFT adds to its loss, but not where ranks share tokens",
     "adapter": "a tuner of the framework's own",
     "reft": "a tuner of the framework's own",
     "longlora": "a tuner of the framework's own",
@@ -289,10 +290,11 @@ def job_of(facts: Facts) -> Job | str:
 
 
 def replaced(facts: Facts) -> list[str]:
-    """What a job has in another form than its recipe, beside sizes: kernels, states of optimizers, dropout."""
+    """What a job has in another form than its recipe, beside sizes: kernels, states of optimizers, dropout, noise."""
     found = [word for word in facts.get("extras", ()) if word in KERNELS]
     found += [facts["optimizer"]] if re.search(r"[48]bit", str(facts.get("optimizer", ""))) else []
-    return found + (["dropout"] if "dropout" in facts.get("settings", ()) else [])
+    found += ["dropout"] if "dropout" in facts.get("settings", ()) else []
+    return found + (["neftune"] if "neftune" in facts.get("extras", ()) else [])
 
 
 def _left_out(facts: Facts) -> str:

@@ -270,7 +270,6 @@ def _adapted(model: Any, job: Job) -> Any:
     task = "SEQ_CLS" if job.method in ("reward", "classification") else None if job.images else "CAUSAL_LM"
     if job.adapter != "lora":
         kinds = {"oft": ("OFTConfig", {"oft_block_size": 4, "r": 0}), "bone": ("MissConfig", {"r": 4})}
-        kinds |= {"adalora": ("AdaLoraConfig", {"target_r": 4, "init_r": 4, "total_step": 100})}
         kinds |= {"boft": ("BOFTConfig", {"boft_block_size": 4})}
         name, options = kinds[job.adapter]
         return peft.get_peft_model(model, getattr(peft, name)(target_modules="all-linear", task_type=task, **options))
@@ -327,7 +326,6 @@ def _train_text(job: Job, sharing: str) -> Trained | Outcome:
         warmup_steps=1,
         include_num_input_tokens_seen="no",
         optim="adamw_torch",
-        **({"neftune_noise_alpha": 5.0} if "neftune" in job.extras else {}),
         # One process is wrapped, too; looking for unused parameters, torch does not know reentrant recomputation.
         **({"ddp_find_unused_parameters": False} if job.recompute == "reentrant" and not sharing else {}),
         **_known(config, options),
