@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.proof.chance import random_parts
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.stages import check_stages, impossible_inners
 from ds_hetero.values.plans import read_plan
-from tests.dist.test_pipeline import random_parts
 from tests.integration.tiny import VOCAB, compute_in, llama
 from tests.support import run_deepspeed
 
