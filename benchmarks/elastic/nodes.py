@@ -226,6 +226,9 @@ class Cluster:
         for node in self.nodes:
             if node.is_up:
                 node.die()
+            keeper = node.place.read("keeper.json")
+            if keeper is not None and _is_ours(int(keeper["pid"])):  # of a torchrun that was killed
+                _signal(int(keeper["pid"]), signal.SIGKILL)
             shutil.rmtree(node.place.folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             self.nodes[0].place.folder.parent.rmdir()
