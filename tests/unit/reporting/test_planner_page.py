@@ -1,6 +1,6 @@
 """The planner of the built site in a real Chromium: what it answers is what the command line answers, to 1e-9.
 
-Nothing is loaded from anywhere but the site's own server. Budget: 60 s.
+Nothing is loaded from anywhere but the site's own server. Budget: 90 s.
 """
 
 from __future__ import annotations
