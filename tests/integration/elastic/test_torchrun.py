@@ -33,7 +33,7 @@ def _start(cluster, node, num_nodes, steps):
 
 
 def test_workers_of_two_nodes_go_on_after_a_kill_and_nothing_is_left_at_the_end(tmp_path):
-    cluster = Cluster(tmp_path, [2, 2], ["--stage", "1", "--every", str(EVERY)], None)
+    cluster = Cluster(tmp_path, [1, 1], ["--stage", "1", "--every", str(EVERY)], None)
     agents = [_start(cluster, node, 2, steps=16) for node in cluster.nodes]
     try:
         assert cluster.wait_for(lambda events: any(e["event"] == "step" and e["step"] > 3 for e in events), 240)
@@ -44,7 +44,7 @@ def test_workers_of_two_nodes_go_on_after_a_kill_and_nothing_is_left_at_the_end(
         run = FaultRun(cluster, random.Random(0), EVERY, 1.0)
         line = run.judge(0.0, 0.0)
         assert max(e["step"] for e in cluster.events() if e["event"] == "step") == 16
-        assert {e["world_size"] for e in cluster.events() if e["event"] == "ready"} == {4}, logs
+        assert {e["world_size"] for e in cluster.events() if e["event"] == "ready"} == {2}, logs
         assert line["steps_missing"] == 0 and line["lost_steps"] <= 2 * EVERY - 1, line
         assert line["loss_difference"] < 1e-6 and line["parameter_difference"] < 1e-7, line
         assert not any(node.place.folder.exists() for node in cluster.nodes), "keepers end, and free their memory"
