@@ -56,9 +56,8 @@ def is_sharded(registry: Registry, trainer: Trainer) -> bool:
 
 
 def _shared_by_ranks(registry: Registry, trainer: Trainer) -> Any:
-    """The model as it is split over ranks; None with one rank, which the Trainer gives whole batches."""
-    split = registry.find_split(trainer.model)
-    return None if split is None or len(split.replica.ranks) == 1 else split
+    """The model as it is split; None in a job of one rank, which the Trainer gives whole batches."""
+    return None if dist.is_initialized() and dist.get_world_size() == 1 else registry.find_split(trainer.model)
 
 
 def takes_whole_batches(registry: Registry, trainer: Trainer) -> bool:
