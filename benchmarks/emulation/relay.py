@@ -66,7 +66,7 @@ def main() -> None:
         _announce(namespaces)
         signal.pause()
     else:
-        namespaces, tuns = _make_tuns(len(config["rate_bit_per_s"]))
+        namespaces, tuns = _make_tuns(config["rate_bit_per_s"])
         _real_time()
         _announce(namespaces)
         Relay(tuns, config).run()
@@ -147,16 +147,17 @@ def _shape(device: str, rate_bit_per_s: float) -> None:
 # --- TUN devices and the relay ----------------------------------------------------------------------
 
 
-def _make_tuns(num_nodes: int) -> tuple[list[int], list[int]]:
+def _make_tuns(rates_bit_per_s: list[float]) -> tuple[list[int], list[int]]:
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     namespaces, tuns = [], []
-    for node in range(num_nodes):
+    for node, rate in enumerate(rates_bit_per_s):
         namespaces.append(_new_namespace())
         tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
         _prepare_node()
         _ip("address", "add", f"{address(node)}/{SUBNET_BITS}", "dev", DEVICE)
         _ip("link", "set", DEVICE, "mtu", MTU, "txqueuelen", 1000, "up")
+        _shape(DEVICE, rate)  # so that TCP feels a full link, as it feels that of a network card
         tuns.append(tun)
     _check(_libc.setns(home, _CLONE_NEWNET), "setns")
     return namespaces, tuns

@@ -60,6 +60,7 @@ _BATCH = (
 _CAUSAL = click.option("--causal/--full", default=True, help="Causal or full attention.")
 _MEMORY = (
     click.option("--zero-stage", type=int, default=3, help="ZeRO stage, 0 to 3."),
+    click.option("--zero-within", is_flag=True, help="Stage 3 inside every node, which owns all model states."),
     click.option(
         "--checkpointing/--no-checkpointing",
         "activation_checkpointing",

@@ -36,7 +36,7 @@ from ds_hetero.cost.passes import PLACEHOLDER_TOKENS, BlockPasses
 from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.layer_memory import layer_weight_bytes, trained_of_ends, trained_of_layer, trained_parameters
-from ds_hetero.cost.terms.memory import Moments, memory_moments
+from ds_hetero.cost.terms.memory import Moments, memory_moments, owned_share_D
 from ds_hetero.cost.terms.times import RingCollective, host_bytes_per_s_D, offloaded_step_s_D, ring_finish_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
@@ -64,7 +64,9 @@ class CalibratedCostModel(CostModel):
         if model.recurrent is not None:
             self._recurrent = RecurrentLayer(cluster, model, workload, self._block.rates)
             self._recurrent_share = model.recurrent.num_layers / model.num_layers
-        self._collective = RingCollective.over(workload.zero_cluster or cluster)
+        owners = workload.zero_cluster or cluster
+        self._collective = RingCollective.within(owners) if workload.zero_within else RingCollective.over(owners)
+        self._between_nodes = RingCollective.between(owners)
         self._gather_s = self._reduce_s = 0.0
         if workload.zero_stage == 3:
             gathered = layer_weight_bytes(model, workload)
@@ -178,11 +180,12 @@ class CalibratedCostModel(CostModel):
         if stage == 3:
             loss_s += 2 * self._collective(embedding * work.element_bytes)
             loss_s += self._collective(trained_of_ends(model, work) * work.gradient_bytes)
+            if work.zero_within:  # twice, to be added up and back; what the last backward hides is not taken off
+                zero_s = 2 * self._between_nodes(count * work.gradient_bytes)
         else:
             zero_s = reductions * 2 * self._collective(count * work.gradient_bytes)
             zero_s += self._collective(count * work.element_bytes) if stage else 0.0
-        weights_D = np.ones(len(tokens_D)) if work.zero_weights is None else np.array(work.zero_weights)
-        own_D = count * (weights_D / weights_D.sum() / work.data_parallel if stage else np.ones(len(tokens_D)))
+        own_D = count * (owned_share_D(work, self.cluster) if stage else np.ones(len(tokens_D)))
         step_bytes_D = own_D * (2 * work.optimizer_bytes + work.gradient_bytes + work.element_bytes)
         copied_back = {0: work.gradient_bytes, 3: 0}.get(stage, work.element_bytes)
         step_bytes_D = step_bytes_D + count * 2 * (reductions * work.gradient_bytes + copied_back)

@@ -61,7 +61,7 @@ class PublishedCostModel(CostModel):
         self._ring_bytes = RING_TENSORS * batch * model.head_dim * element  # per token and head, Eq. 10
         self._s_per_byte = 1 / cluster.node_bytes_per_s
         stays = stays_on_device(cluster, model, workload, np.zeros(cluster.num_ranks))
-        states = state_bytes(model, workload, cluster.num_ranks)
+        states = state_bytes(model, workload, cluster)
         self._states = {name: size + getattr(stays, name) for name, size in states.items()}
         self.capacity_bytes_D = cluster.memory_bytes
         work = NON_ATTENTION_FLOPS * batch * workload.seq_len * hidden**2

@@ -57,6 +57,7 @@ class Workload:
             are trained (``adapter_rank`` 0).
         optimizer_bytes: bytes of optimizer state, likewise; 12 are a master weight and two Adam moments in fp32.
         offload_parameters: the parameters are in the host's memory, and come over the card's slot in every pass.
+        zero_within: every node of the cluster owns all model states (``"zero_within": "node"``).
         zero_cluster: the devices of all these replicas, over whose links ZeRO communicates; None for this replica's.
 
     Raises:
@@ -87,6 +88,7 @@ class Workload:
     selective_checkpointing: bool = False  # in the place of whole layers, norms and activations are computed again
     buffers: Buffers = Buffers()  # DeepSpeed's
     data_parallel: int = 1  # replicas that share the ZeRO partition with this one
+    zero_within: bool = False
     zero_cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
@@ -110,6 +112,14 @@ class Workload:
             )
         if self.selective_checkpointing and self.activation_checkpointing:
             raise PlanError("selective_checkpointing is in the place of activation_checkpointing. Turn that off.")
+        if self.zero_within and (
+            self.zero_stage != 3 or self.data_parallel > 1 or self.offload_optimizer or self.offload_parameters
+        ):
+            raise PlanError(
+                "zero_within keeps what ZeRO stage 3 partitions inside nodes, of one replica, on its devices; this has "
+                f"stage {self.zero_stage}, {self.data_parallel} replicas, "
+                f"{'offloads' if self.offload_optimizer or self.offload_parameters else 'no offload'}."
+            )
         weights = self.zero_weights
         if weights is not None and not (all(map(is_weight, weights)) and any(weights)):
             raise PlanError(f"zero_weights must be finite weights >= 0, not all 0, got {shortened(weights)}.")

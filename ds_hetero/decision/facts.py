@@ -122,6 +122,7 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
     """
     model, training, weights = facts.model, facts.training, facts.section.zero_partition
     stage, trained = training.zero_stage, model.trained_share
+    offloads = training.offloads_optimizer or training.offloads_parameters
     element_bytes = model.element_bytes if training.mixed_precision is None else MIXED_PRECISION_BYTES
     micro_batch, micro_batches = _batch(training, num_replicas)
     master_bytes = 0 if stage == 0 and element_bytes == FP32_BYTES else FP32_BYTES
@@ -132,6 +133,7 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
         causal=model.causal,
         zero_stage=stage,
         zero_weights=tuple(weights) if isinstance(weights, list) and num_replicas == 1 else None,
+        zero_within=facts.section.zero_within is not None and num_replicas == 1 and stage == 3 and not offloads,
         activation_checkpointing=model.checkpointing,
         tiled_logits=facts.section.tile_tokens is not None,  # else models return the logits of all tokens of a shard
         tiled_mlp=facts.section.tile_tokens is not None,

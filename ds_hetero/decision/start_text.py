@@ -19,6 +19,7 @@ from ds_hetero.planner import PlannedSchedule
 from ds_hetero.planner.pipeline_search.finish import Finished
 from ds_hetero.planner.pipelines.explain import reasons_of
 from ds_hetero.planner.planned import describe
+from ds_hetero.planner.planning import faster_zero_stage
 from ds_hetero.values.plans import Pipeline, Plan, Stage
 from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import HeterogeneitySection
@@ -138,6 +139,9 @@ def _prediction_lines(forecast: Forecast) -> str:
         lines.append(f"not in it:  copies to and from the host and what it computes there, for the {offloaded}")
     if prediction.reason:
         lines.append(f"memory:     {prediction.reason}")
+    other = faster_zero_stage(cost, forecast.schedule.shifted(0), prediction.iteration_s)
+    if other is not None and other.within and work.zero_stage == 3:
+        lines.append(f"ZeRO:       stage {other.name} would take {time_text(other.iteration_s)} per step, and fits")
     if planned is not None:
         lines.append(f"searched:   {time_text(planned.search_s)}; {_against_baselines(planned)}")
     return "\n".join(lines)

@@ -255,11 +255,17 @@ class OtherStage:
     """A ZeRO stage under which the same schedule is faster, and fits."""
 
     stage: int  # of ZeRO
+    within: bool  # with shards inside nodes, `Workload.zero_within`
     iteration_s: float  # time of an optimizer step
+
+    @property
+    def name(self) -> str:
+        """With the key of the section that it needs."""
+        return f"{self.stage}" + (' with shards inside nodes ("zero_within": "node")' if self.within else "")
 
     def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""
-        return {"stage": self.stage, "iteration_s": self.iteration_s}
+        return {"stage": self.stage, "within_nodes": self.within, "iteration_s": self.iteration_s}
 
 
 def faster_with_fewer_ranks(cost: CostModel, planned: PlannedSchedule, layout: str | None = None) -> FewerRanks | None:
@@ -289,18 +295,23 @@ def faster_with_fewer_ranks(cost: CostModel, planned: PlannedSchedule, layout: s
     return FewerRanks(left_out=left_out, planned=best) if left_out else None
 
 
-def faster_zero_stage(cost: CostModel, planned: PlannedSchedule) -> OtherStage | None:
-    """The ZeRO stage under which the schedule is fastest, if that is 5 % faster than the workload's; else None."""
-    times: dict[int, float] = {}
-    for stage in range(4):
-        other = make_cost_model(cost.name, cost.cluster, cost.model, replace(cost.workload, zero_stage=stage))
-        prediction = other.predict(planned.schedule)
+def faster_zero_stage(cost: CostModel, schedule: Schedule, now_s: float) -> OtherStage | None:
+    """The ZeRO stage under which a schedule is fastest, if that is 5 % faster than ``now_s``; else None.
+
+    Stage 3 also with shards inside nodes, which gathers nothing between them.
+    """
+    work = cost.workload
+    on_devices = not (work.offload_optimizer or work.offload_parameters)
+    has_nodes = cost.name == "calibrated" and len(cost.cluster.nodes) > 1 and work.data_parallel == 1 and on_devices
+    others = [OtherStage(stage=stage, within=False, iteration_s=0.0) for stage in range(4)]
+    found = []
+    for other in [*others, OtherStage(stage=3, within=True, iteration_s=0.0)][: None if has_nodes else 4]:
+        changed = replace(work, zero_stage=other.stage, zero_within=other.within)
+        prediction = make_cost_model(cost.name, cost.cluster, cost.model, changed).predict(schedule)
         if prediction.feasible:
-            times[stage] = prediction.iteration_s
-    stage = min(times, key=lambda each: times[each], default=cost.workload.zero_stage)
-    if times.get(stage, np.inf) >= _WORTH * planned.prediction.iteration_s:
-        return None
-    return OtherStage(stage=stage, iteration_s=times[stage])
+            found.append(replace(other, iteration_s=prediction.iteration_s))
+    best = min(found, key=lambda other: other.iteration_s, default=None)
+    return None if best is None or best.iteration_s >= _WORTH * now_s else best
 
 
 def _without_zero_s(cost: CostModel, planned: PlannedSchedule) -> float:

@@ -103,19 +103,18 @@ def peak_parts(moments: Moments) -> MemoryParts:
 # --- model states under ZeRO
 
 
-def static_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats:
+def static_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> Floats:
     """Parameters, gradients and optimizer state that every rank keeps, ``[D]``.
 
     ZeRO (arXiv:1910.02054, section 3): stage 1 partitions the optimizer state, stage 2 the gradients too, stage 3 the
-    parameters too, each over all ranks of all replicas. ``zero_weights`` are the shares of one replica's ranks;
-    left out, all are equal.
+    parameters too, each over all ranks of all replicas; see `owned_share_D`.
     """
-    return np.asarray(sum(state_bytes(model, workload, num_ranks).values()))
+    return np.asarray(sum(state_bytes(model, workload, cluster).values()))
 
 
-def state_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> dict[str, Floats]:
+def state_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> dict[str, Floats]:
     """The parts of `static_bytes`: ``optimizer_state``, ``gradients`` and ``weights``, each ``[D]``."""
-    share_D, whole_D = _share_D(workload, num_ranks), np.ones(num_ranks)
+    share_D, whole_D = owned_share_D(workload, cluster), np.ones(cluster.num_ranks)
     return {
         name: np.asarray(size * (share_D if stage <= workload.zero_stage else whole_D))
         for name, stage, size in _bytes_from_stage(model, workload)
@@ -134,9 +133,16 @@ def partitioned_parts(parts: MemoryParts, workload: Workload) -> Floats:
     return np.asarray(sum(getattr(parts, name) for name in names))
 
 
-def _share_D(workload: Workload, num_ranks: int) -> Floats:
-    weights_D = np.ones(num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
-    return np.asarray(weights_D / weights_D.sum() / workload.data_parallel)
+def owned_share_D(workload: Workload, cluster: Cluster) -> Floats:
+    """Share of what ZeRO partitions that every rank of a replica owns, ``[D]``; of every node's with ``zero_within``.
+
+    ``zero_weights`` are the shares of one replica's ranks; left out, all are equal.
+    """
+    weights_D = np.ones(cluster.num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
+    total_D = weights_D.sum() * workload.data_parallel
+    if workload.zero_within:
+        total_D = np.bincount(cluster.node_of_rank, weights=weights_D)[cluster.node_of_rank]
+    return np.asarray(weights_D / total_D)
 
 
 def _bytes_from_stage(model: ModelSpec, workload: Workload) -> tuple[tuple[str, int, float], ...]:
@@ -181,7 +187,7 @@ def memory_moments(
 ) -> Moments:
     """Memory of every rank of a job that shares sequences; leading dimensions of the arguments are kept."""
     num_ranks = tokens_D.shape[-1]
-    states = state_bytes(model, workload, num_ranks)
+    states = state_bytes(model, workload, grouping.cluster)
     stays = stays_on_device(grouping.cluster, model, workload, tokens_D)
     element, stage = workload.element_bytes, workload.zero_stage
     layer = layer_memory(model, workload, LayerShare.of_sequence(model, workload, grouping, tokens_D, heads_D))
@@ -214,7 +220,7 @@ def memory_moments(
             resting,
             gradients=states["gradients"] if stage in (0, 3) else 0.0,
             bucket=bucket if stage == 3 else 0.0,
-            step=_step_bytes(model, workload, num_ranks),
+            step=_step_bytes(model, workload, grouping.cluster),
         ),
     }
 
@@ -243,15 +249,15 @@ def _gone_at_first_gradient(workload: Workload, num_ranks: int) -> Floats:
     return np.asarray((1 - np.cumsum(weights_D) / weights_D.sum()) / workload.data_parallel)
 
 
-def _step_bytes(model: ModelSpec, workload: Workload, num_ranks: int) -> Floats:
+def _step_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> Floats:
     """Bytes made by the optimizer's step on every rank, ``[D]``: ZeRO-3 by groups of parameters, ZeRO-0 by tensors."""
     buffers = workload.buffers
-    own_D = trained_parameters(model, workload) * _share_D(workload, num_ranks)
+    own_D = trained_parameters(model, workload) * owned_share_D(workload, cluster)
     if workload.zero_stage == 3:
         own_D = np.minimum(own_D, buffers.sub_group)
     if workload.zero_stage == 0:
         largest = model.hidden_size * max(model.vocab_size, model.mlp_size)
-        return np.full(num_ranks, float(largest * buffers.optimizer_bytes))
+        return np.full(cluster.num_ranks, float(largest * buffers.optimizer_bytes))
     on_device = 0 if workload.offload_optimizer else 1
     return np.asarray(on_device * own_D * (WIDE + buffers.optimizer_bytes))
 
@@ -264,7 +270,7 @@ loaders', and copies of what is under way."""
 
 def host_bytes_of_nodes(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D: Floats) -> Floats:
     """Bytes on the host of every node, of devices whose memory is another one, ``[nodes]``."""
-    bytes_D = np.where(cluster.shares_host_memory, 0.0, _offloaded(model, work, tokens_D).total)
+    bytes_D = np.where(cluster.shares_host_memory, 0.0, _offloaded(cluster, model, work, tokens_D).total)
     return np.asarray(
         np.bincount(cluster.node_of_rank, weights=bytes_D, minlength=len(cluster.nodes)), dtype=np.float64
     )
@@ -274,13 +280,13 @@ def stays_on_device(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D
     """Offloaded bytes of devices whose memory is their host's; leading dimensions of ``tokens_D`` are kept."""
     if not cluster.shares_host_memory.any():
         return MemoryParts()
-    parts = _offloaded(model, work, tokens_D).items()
+    parts = _offloaded(cluster, model, work, tokens_D).items()
     return MemoryParts(**{name: np.where(cluster.shares_host_memory, size, 0.0) for name, size in parts})
 
 
-def _offloaded(model: ModelSpec, work: Workload, tokens_D: Floats) -> MemoryParts:
+def _offloaded(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D: Floats) -> MemoryParts:
     """Bytes that offloads move: checkpoints of all layers; optimizer state with gradients; parameters."""
-    share_D = _share_D(work, tokens_D.shape[-1])
+    share_D = owned_share_D(work, cluster)
     checkpoint = model.num_layers * model.hidden_size * work.element_bytes * work.micro_batch
     is_kept = work.activation_checkpointing and work.offload_activations
     per_parameter = (work.optimizer_bytes + work.gradient_bytes) if work.offload_optimizer else 0

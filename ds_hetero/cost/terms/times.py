@@ -354,24 +354,49 @@ class RingCollective:
     @classmethod
     def over(cls, cluster: Cluster) -> RingCollective:
         """The collective over all ranks of ``cluster``."""
-        num_ranks, num_nodes = cluster.num_ranks, len(cluster.nodes)
-        if num_ranks == 1:
-            return cls(0.0, 0.0)
-        slowest, latency_s = 0.0, 0.0
-        following = np.roll(np.arange(num_nodes), -1)
-        for i, node in enumerate(cluster.nodes):
-            size = len(node.devices)
-            if size > 1:
-                inner = float(cluster.node_p2p_s_per_byte[i, i])
-                slowest = max(slowest, inner, (size - 1) / float(cluster.switch_bytes_per_s[i]))
-                latency_s += (size - 1) * node.link.latency_s
-            if num_nodes > 1:
-                peer = int(following[i])
-                ports = min(size, len(cluster.nodes[peer].devices)) / float(cluster.node_p2p_s_per_byte[i, peer])
-                shared = min(float(cluster.nic_bytes_per_s[i]), float(cluster.nic_bytes_per_s[peer]))
-                slowest = max(slowest, 1 / min(ports, shared))
-                latency_s += float(cluster.node_latency_s[i, peer])
+        num_ranks = cluster.num_ranks
+        inside, between = [_hops_inside(cluster, i) for i in range(len(cluster.nodes))], _hops_between(cluster)
+        slowest = max(between[0], *(s_per_byte for s_per_byte, _ in inside))
+        latency_s = between[1] + sum(latency_s for _, latency_s in inside)
         return cls(s_per_byte=slowest * (num_ranks - 1) / num_ranks, latency_s=latency_s)
+
+    @classmethod
+    def within(cls, cluster: Cluster) -> RingCollective:
+        """The collective over the ranks of each node, of the slowest node."""
+        slowest, latency_s = 0.0, 0.0
+        for i, node in enumerate(cluster.nodes):
+            s_per_byte, node_latency_s = _hops_inside(cluster, i)
+            slowest = max(slowest, s_per_byte * (len(node.devices) - 1) / len(node.devices))
+            latency_s = max(latency_s, node_latency_s)
+        return cls(s_per_byte=slowest, latency_s=latency_s)
+
+    @classmethod
+    def between(cls, cluster: Cluster) -> RingCollective:
+        """The collective over nodes, each of which has one part."""
+        num_nodes, (s_per_byte, latency_s) = len(cluster.nodes), _hops_between(cluster)
+        return cls(s_per_byte=s_per_byte * (num_nodes - 1) / num_nodes, latency_s=latency_s)
+
+
+def _hops_inside(cluster: Cluster, i: int) -> tuple[float, float]:
+    """Seconds per byte of the hops of a ring in one node, and the latency of all of them."""
+    node = cluster.nodes[i]
+    size = len(node.devices)
+    if size == 1:
+        return 0.0, 0.0
+    inner = float(cluster.node_p2p_s_per_byte[i, i])
+    return max(inner, (size - 1) / float(cluster.switch_bytes_per_s[i])), (size - 1) * node.link.latency_s
+
+
+def _hops_between(cluster: Cluster) -> tuple[float, float]:
+    """Seconds per byte of the slowest hop of a ring between nodes, and the latency of all of them."""
+    slowest, latency_s, num_nodes = 0.0, 0.0, len(cluster.nodes)
+    for i, node in enumerate(cluster.nodes if num_nodes > 1 else ()):
+        peer = (i + 1) % num_nodes
+        ports = min(len(node.devices), len(cluster.nodes[peer].devices)) / float(cluster.node_p2p_s_per_byte[i, peer])
+        shared = min(float(cluster.nic_bytes_per_s[i]), float(cluster.nic_bytes_per_s[peer]))
+        slowest = max(slowest, 1 / min(ports, shared))
+        latency_s += float(cluster.node_latency_s[i, peer])
+    return slowest, latency_s
 
 
 HOST_BYTES_PER_S = 20e9  # of one rank's share of the host's memory, read and written by Adam; an assumption

@@ -17,7 +17,7 @@ from ds_hetero.common.arrays import Floats
 from ds_hetero.common.text import GIB
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel, Prediction
-from ds_hetero.cost.terms.memory import partitioned_bytes, partitioned_parts
+from ds_hetero.cost.terms.memory import owned_share_D, partitioned_bytes, partitioned_parts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planned import Baselines, ScheduleCandidate, fastest
@@ -41,16 +41,19 @@ def weights_by_memory(replicas: Sequence[tuple[CostModel, Schedule]]) -> tuple[f
     cost, _ = replicas[0]
     partitioned = partitioned_bytes(cost.model, cost.workload)
     room = [float(left) for cost, schedule in replicas for left in _room_bytes(cost, schedule, partitioned)]
-    return weights_by_room(room, partitioned)
+    if not cost.workload.zero_within:
+        return weights_by_room(room, partitioned)
+    ends = np.cumsum([len(node.devices) for node in cost.cluster.nodes])
+    return tuple(weight for of_node in np.split(room, ends[:-1]) for weight in weights_by_room(of_node, partitioned))
 
 
 def _room_bytes(cost: CostModel, schedule: Schedule, partitioned: float) -> Floats:
     """Room for model states on every rank at its fullest moment, ``[D]``."""
-    share, rooms = partitioned / cost.workload.data_parallel / cost.cluster.num_ranks, []
+    share_D, rooms = partitioned * owned_share_D(cost.workload, cost.cluster), []
     for parts in cost.memory_moments(*cost.arrays(schedule.shifted(0))).values():
         own_D = partitioned_parts(parts, cost.workload)
         left_D = cost.capacity_bytes_D - (parts.total - own_D)
-        rooms.append(left_D * np.where((own_D > share) & (left_D > 0), share / np.maximum(own_D, 1.0), 1.0))
+        rooms.append(left_D * np.where((own_D > share_D) & (left_D > 0), share_D / np.maximum(own_D, 1.0), 1.0))
     return np.asarray(np.min(rooms, axis=0))
 
 

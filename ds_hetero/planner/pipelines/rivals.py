@@ -96,7 +96,7 @@ def best_sequence(
         return Rival(name=name, reason=f"{num_ranks} ranks cannot share {workload.seq_len} tokens")
     work = replace(workload, micro_batch=1, micro_batches=samples, data_parallel=1)
     cost = make_cost_model("calibrated", cluster, model, work)
-    free = (cost.capacity_bytes_D - static_bytes(model, work, num_ranks)).min()
+    free = (cost.capacity_bytes_D - static_bytes(model, work, cost.cluster)).min()
     if free <= 0:
         return Rival(name=name, reason=f"model states under ZeRO-{work.zero_stage} alone do not fit into memory")
     works = [replace(work, micro_batch=size, micro_batches=samples // size) for size in sizes if samples % size == 0]

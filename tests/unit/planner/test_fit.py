@@ -39,8 +39,8 @@ def test_a_stack_is_what_the_cost_model_says_by_part(stage):
         assert stack.total - stack.reserve == pytest.approx(needed, rel=1e-9)
         assert stack.card - stack.reserve == capacity
         assert stack.free == pytest.approx(capacity - needed, abs=1)
-    states = state_bytes(cost.model, cost.workload, 3)
-    assert np.allclose(sum(states.values()), static_bytes(cost.model, cost.workload, 3), rtol=1e-12)
+    states = state_bytes(cost.model, cost.workload, cost.cluster)
+    assert np.allclose(sum(states.values()), static_bytes(cost.model, cost.workload, cost.cluster), rtol=1e-12)
 
 
 def test_one_rank_by_hand():

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from ds_hetero.cli.app import app
 from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.cost import Workload, make_cost_model
+from ds_hetero.cost.terms.memory import state_bytes
+from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
 from ds_hetero.planner.planning import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
@@ -31,7 +35,8 @@ def advice(cluster: Any, **workload: Any) -> tuple[float, FewerRanks | None, Oth
     """The time of the best schedule of all ranks, and what would be faster."""
     work = Workload(seq_len=16_384, **workload)
     planned, cost = plan(cluster, MODEL, work), make_cost_model("calibrated", cluster, MODEL, work)
-    return planned.prediction.iteration_s, faster_with_fewer_ranks(cost, planned), faster_zero_stage(cost, planned)
+    now_s = planned.prediction.iteration_s
+    return now_s, faster_with_fewer_ranks(cost, planned), faster_zero_stage(cost, planned.schedule, now_s)
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -58,9 +63,53 @@ def test_devices_that_add_more_than_they_cost_stay() -> None:
 
 
 def test_a_stage_that_moves_less_is_told_if_it_fits() -> None:
-    all_s, _, other = advice(cluster_from_dict(far_node(1)), optimizer_bytes=4, zero_stage=2, micro_batches=4)
-    assert other is not None and other.stage == 0 and other.iteration_s < 0.5 * all_s  # reduces once a step
+    content = far_node(1)
+    (near, _), slow = content["nodes"], {"bandwidth_gb_per_s": 1, "latency_us": 5}
+    all_s, _, other = advice(
+        cluster_from_dict({**content, "nodes": [{**near, "link": slow}]}),
+        optimizer_bytes=4,
+        zero_stage=2,
+        micro_batches=4,
+    )
+    assert other is not None and other.stage == 0 and other.iteration_s < 0.7 * all_s  # reduces once a step
     assert advice(cluster_from_dict(far_node(1)), optimizer_bytes=100)[2] is None  # only stage 3 fits
+
+
+def two_nodes(bandwidth_gb_per_s: float) -> Any:
+    """Two A100 and one, each node large enough for the whole model."""
+    content = far_node(bandwidth_gb_per_s)
+    content["nodes"][0]["count"] = 2
+    return cluster_from_dict(content)
+
+
+def test_shards_inside_nodes_are_told_where_the_link_is_slow_and_every_node_has_room() -> None:
+    """Flat, 2 gathers and a reduction of 2 P bytes cross a link for each micro-batch; inside nodes, once 2 P bytes."""
+    all_s, _, other = advice(two_nodes(1), optimizer_bytes=4, micro_batches=4)
+    assert other is not None and other.within and other.iteration_s < 0.95 * all_s
+    _, _, other = advice(two_nodes(1), optimizer_bytes=30)
+    assert other is None  # the node of one has no room
+
+
+@pytest.mark.parametrize("weights", [None, (3.0, 1.0, 2.0)])
+def test_a_node_owns_everything_once(weights: tuple[float, ...] | None) -> None:
+    cluster = two_nodes(1)
+    work = Workload(seq_len=16_384, optimizer_bytes=4, zero_within=True, zero_weights=weights)
+    states = state_bytes(MODEL, work, cluster)
+    for name, size in (("optimizer_state", 4), ("gradients", 2), ("weights", 2)):
+        first, second, alone = states[name] / (size * MODEL.num_parameters)
+        assert (first, second, alone) == pytest.approx((0.75, 0.25, 1.0) if weights else (0.5, 0.5, 1.0))
+    flat = make_cost_model("calibrated", cluster, MODEL, replace(work, zero_within=False))
+    inside = make_cost_model("calibrated", cluster, MODEL, work)
+    # Between two nodes 2 (N - 1) / N = 1 time the gradients each way, at 1 GB/s and two hops of 20 us.
+    crossing_s = 2 * MODEL.num_parameters / 1e9 + 2 * 2 * 20e-6
+    tokens = np.full(3, 16_384 / 3)
+    assert inside.outside_blocks_s(tokens)["zero_s"] == pytest.approx(crossing_s, rel=1e-6)
+    assert flat.outside_blocks_s(tokens)["zero_s"] == 0
+
+
+def test_shards_inside_nodes_are_of_stage_3() -> None:
+    with pytest.raises(PlanError, match="stage 2"):
+        Workload(seq_len=16_384, zero_stage=2, zero_within=True)
 
 
 def test_the_command_says_it_in_words_and_in_json(tmp_path: Any) -> None:

@@ -1,9 +1,10 @@
 """ZeRO-3 whose shards lie inside a node and are copied across nodes: ``"zero_within"``.
 
 Parameters are gathered inside a node. Gradients are reduced to their owners there and accumulated; once a step they
-cross. Where the cuts of nodes differ, owners trade the common pieces of their shards. Of every parameter each node adds
-up one part of the gradients of all and sends the sum to the others, so that all copies get the same bits. Of N nodes
-each sends 2 (N - 1) / N of the gradients: of two nodes the gradients once.
+cross, bucket by bucket while the last backward goes on. Where the cuts of nodes differ, owners trade the common pieces
+of their shards. Of every parameter each node adds up one part of the gradients of all and sends the sum to the others,
+so that all copies get the same bits. Of N nodes each sends 2 (N - 1) / N of the gradients: of two nodes the gradients
+once.
 
 Sources: hybrid sharding, PyTorch FSDP (arXiv:2304.11277) section 3.2.2; MiCS (arXiv:2205.00119). Here nodes may have
 different numbers of ranks, and ranks different weights.
@@ -11,7 +12,7 @@ different numbers of ranks, and ranks different weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.sharding.zero_partition import node_pieces
 
-CHUNK_ELEMENTS = 1 << 26  # of parameters, per exchange: bounds the buffers on the device
+CHUNK_ELEMENTS = 1 << 22  # of parameters, per exchange: bounds the buffers on the device, and keeps the wire busy
 
 
 @dataclass(frozen=True)
@@ -35,66 +36,39 @@ class Nodes:
         weights: of the ranks of every node, in rank order.
         node: of this rank.
         group: its ranks.
+        job: all ranks; what crosses waits for nothing else there.
     """
 
     weights: tuple[tuple[float, ...], ...]
     node: int
     group: ProcessGroup
+    job: ProcessGroup
 
     @classmethod
     def of_job(cls, sizes: Sequence[int], weights: Sequence[float]) -> Nodes:
-        """Make a process group of every node.
+        """Make a process group of every node, and one of all ranks.
 
         Args:
             sizes: ranks of every node.
             weights: one per rank of the job.
 
         Caller: every rank of the job.
-        Collectives: one new_group per node.
+        Collectives: one new_group per node, one more.
         """
         firsts = list(accumulate(sizes, initial=0))
         ranks = [range(first, first + size) for first, size in zip(firsts, sizes, strict=False)]
         groups = [dist.new_group(list(of_node)) for of_node in ranks]
         node = next(i for i, of_node in enumerate(ranks) if dist.get_rank() in of_node)
-        return cls(tuple(tuple(weights[rank] for rank in of_node) for of_node in ranks), node, groups[node])
+        by_node = tuple(tuple(weights[rank] for rank in of_node) for of_node in ranks)
+        return cls(by_node, node, groups[node], dist.new_group())
 
     @property
     def own_weights(self) -> tuple[float, ...]:
         """Of the ranks of this node."""
         return self.weights[self.node]
 
-    def add_up(self, shards: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        """Replace gradients by their sums over all nodes, in place.
-
-            shards   [s] each, this rank's of every parameter
-            sizes    n of each
-
-        Caller: every rank of the job, with gradients of the same parameters.
-        Collectives: two all_to_all_single over all ranks for each of `chunks`; ranks of one node send each other
-            nothing.
-        """
-        for chunk in chunks(sizes):
-            self._add_up(shards[chunk], sizes[chunk])
-
-    def _add_up(self, shards: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        """Send every piece to the rank that adds it up, then the sum to its owners."""
-        rank, ranks = dist.get_rank(), range(dist.get_world_size())
-        pieces = [piece for shard, size in zip(shards, sizes, strict=True) for piece in self._pieces(shard, size)]
-        by_adder = [[piece.elements for piece in pieces if piece.adder == adder] for adder in ranks]
-        own = [piece for piece in pieces if piece.adder == rank]
-        parts = [piece.elements.new_empty(len(piece.owners), piece.elements.numel()) for piece in own]
-        by_owner = [
-            [part[piece.owners.index(owner)] for piece, part in zip(own, parts, strict=True) if owner in piece.owners]
-            for owner in ranks
-        ]
-        exchange(by_adder, by_owner, shards[0].dtype)
-        for piece, part in zip(own, parts, strict=True):
-            piece.elements.copy_(part.sum(0, dtype=torch.promote_types(part.dtype, torch.float32)))
-        sums = [[piece.elements for piece in own if owner in piece.owners] for owner in ranks]
-        exchange(sums, by_adder, shards[0].dtype)
-
-    def _pieces(self, shard: Tensor, size: int) -> list[_Piece]:
-        """The pieces of this rank's shard of a parameter, in order."""
+    def pieces(self, shard: Tensor, size: int) -> list[_Piece]:
+        """The pieces of this rank's shard of a parameter of ``size`` elements, in order."""
         firsts = list(accumulate(map(len, self.weights), initial=0))[:-1]
         own, offset = dist.get_rank() - firsts[self.node], 0
         pieces = []
@@ -105,6 +79,57 @@ class Nodes:
                 pieces.append(_Piece(owners, owners[adder], shard[offset : offset + piece.size]))
                 offset += piece.size
         return pieces
+
+
+class Crossing:
+    """Gradients on their way between nodes: while some travel to the ranks that add them up, sums of others return."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self._under_way: list[Iterator[None]] = []  # the newest first
+
+    def start(self, shards: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        """Begin to replace gradients by their sums over all nodes, in place; they are not to be touched till `finish`.
+
+            shards   [s] each, this rank's of every parameter
+            sizes    n of each
+
+        Caller: every rank of the job, with gradients of the same parameters.
+        Collectives: two all_to_all_single over all ranks for each of `chunks`, at once in both directions, some of them
+            in later calls; ranks of one node send each other nothing.
+        """
+        for chunk in chunks(sizes):
+            self._under_way.insert(0, self._add_up(shards[chunk], sizes[chunk]))
+            self._advance()
+
+    def finish(self) -> None:
+        """Wait for all that was started."""
+        while self._under_way:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Bring each chunk one message further; the newest first, whose message keeps the wire busy meanwhile."""
+        self._under_way = [chunk for chunk in self._under_way if next(chunk, "done") != "done"]
+
+    def _add_up(self, shards: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[None]:
+        """Send every piece to the rank that adds it up, then the sum to its owners."""
+        rank, ranks, job, dtype = dist.get_rank(), range(dist.get_world_size()), self._nodes.job, shards[0].dtype
+        pieces = [piece for shard, size in zip(shards, sizes, strict=True) for piece in self._nodes.pieces(shard, size)]
+        wide = torch.promote_types(dtype, torch.float32)
+        own = [(piece, piece.elements.to(wide)) for piece in pieces if piece.adder == rank]
+        to_adder = [[piece.elements for piece in pieces if piece.adder == adder != rank] for adder in ranks]
+        of_owner = [[(piece, total) for piece, total in own if rank != owner in piece.owners] for owner in ranks]
+        to_owner = [[piece.elements for piece, _ in shared] for shared in of_owner]
+        parts = start_exchange(to_adder, to_owner, dtype, job)
+        yield
+        for shared, arrived in zip(of_owner, parts(), strict=True):
+            for (_, total), part in zip(shared, arrived, strict=True):
+                total.add_(part)
+        for piece, total in own:
+            piece.elements.copy_(total)
+        sums = start_exchange(to_owner, to_adder, dtype, job)
+        yield
+        write(sums(), to_adder)
 
 
 class _Piece(NamedTuple):
@@ -126,30 +151,39 @@ def chunks(sizes: Sequence[int]) -> list[slice]:
     return done
 
 
-def exchange(
-    send: Sequence[Sequence[Tensor]],
-    receive: Sequence[Sequence[Tensor]],
-    dtype: torch.dtype,
-    group: ProcessGroup | None = None,
-) -> None:
-    """Send tensors to every rank, and write what arrives into tensors.
+def start_exchange(
+    send: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], dtype: torch.dtype, group: ProcessGroup
+) -> Callable[[], list[Sequence[Tensor]]]:
+    """Start to send tensors to every rank.
 
     Args:
         send: flat tensors, by the rank that they go to.
-        receive: flat tensors on one device, by the rank that they come from, of the sizes that it sends.
+        like: tensors of the sizes that arrive, by the rank that they come from.
         dtype: of all tensors.
-        group: the ranks that take part; None for the whole job.
+        group: the ranks that take part.
+
+    Returns:
+        What waits, once, and returns what arrived on the accelerator, by the rank that it comes from.
 
     Caller: every rank of ``group``.
     Collectives: one all_to_all_single.
     """
-    outgoing, targets = ([part for parts in side for part in parts] for side in (send, receive))
-    to_rank, from_rank = ([sum(part.numel() for part in parts) for parts in side] for side in (send, receive))
-    device = get_accelerator().current_device_name()
+    to_rank, from_rank = ([sum(part.numel() for part in parts) for parts in side] for side in (send, like))
+    outgoing, device = [part for parts in send for part in parts], get_accelerator().current_device_name()
     sent = torch.cat(outgoing).to(device) if outgoing else torch.empty(0, dtype=dtype, device=device)
     arrived = sent.new_empty(sum(from_rank))
-    dist.all_to_all_single(arrived, sent, from_rank, to_rank, group=group)
-    if targets:
-        arrived = arrived.to(targets[0].device)  # at once
-    for target, part in zip(targets, torch.split(arrived, [target.numel() for target in targets]), strict=True):
-        target.copy_(part)
+    work = dist.all_to_all_single(arrived, sent, from_rank, to_rank, group=group, async_op=True)
+
+    def finish() -> list[Sequence[Tensor]]:
+        work.wait()
+        by_rank = zip(arrived.split(from_rank), like, strict=True)
+        return [part.split([each.numel() for each in parts]) for part, parts in by_rank]
+
+    return finish
+
+
+def write(arrived: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
+    """Copy what arrived, by rank, into tensors of the same sizes."""
+    for of_rank, targets_of_rank in zip(arrived, targets, strict=True):
+        for part, target in zip(of_rank, targets_of_rank, strict=True):
+            target.copy_(part)

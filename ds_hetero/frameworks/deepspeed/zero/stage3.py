@@ -43,11 +43,11 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.engine.ds_config import DsConfig
 from ds_hetero.engine.patching import Function
-from ds_hetero.errors import CheckpointError, ConfigError, StepError
+from ds_hetero.errors import CheckpointError, ConfigError
 from ds_hetero.frameworks.deepspeed.in_memory import read_part
 from ds_hetero.frameworks.deepspeed.names import WHOLE
 from ds_hetero.frameworks.deepspeed.protocols import State, ZeroParameter
-from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes, chunks, exchange
+from ds_hetero.frameworks.deepspeed.zero.nodes import Crossing, Nodes, chunks, start_exchange, write
 from ds_hetero.sharding.zero_partition import FlatGroup, Move, cut_as_deepspeed, cut_parameter, is_even, moves
 from ds_hetero.values.section import SECTION
 from ds_hetero.values.splits import Split
@@ -184,7 +184,7 @@ def all_gather_shards(shards: Sequence[Tensor], cuts: Sequence[Split], group: Pr
         result   of ``wait()``: [n] each, still with the padding that its cut has
 
     Collectives: on NCCL one all_gather of a list, which it runs as one batch of broadcasts; elsewhere one broadcast per
-        rank, all under way at once. Either way a rank sends its shards of all tensors in one message.
+        rank, all under way at once. Either way a rank sends its shards of all tensors in one message. None on one rank.
     """
     return Gathering(shards, cuts, group)
 
@@ -195,6 +195,9 @@ class Gathering:
     def __init__(self, shards: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup) -> None:
         self._cuts = cuts
         rank, device = dist.get_rank(group=group), get_accelerator().current_device_name()
+        self._alone = [shard.detach().to(device, copy=True) for shard in shards if len(cuts[0].sizes) == 1]
+        if self._alone:
+            return
         sizes = [sum(parts) for parts in zip(*(cut.sizes for cut in cuts), strict=True)]
         self._flat = torch.empty(sum(sizes), dtype=shards[0].dtype, device=device)
         self._by_rank = torch.split(self._flat, sizes)
@@ -210,6 +213,8 @@ class Gathering:
 
     def wait(self) -> list[Tensor]:
         """The tensors, whole and flat. One alone is not copied."""
+        if self._alone:
+            return self._alone
         for work in self._works:
             work.wait()
         if not get_accelerator().is_synchronized_device():
@@ -275,9 +280,11 @@ def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: Proc
     """Add up whole gradients over the ranks and divide them, each rank receiving its shards: [n] each -> [s] each.
 
     Collectives: one reduce_scatter of a list, which NCCL and gloo run as one reduce per rank, all at once; a rank
-        receives its shards of all gradients in one message.
+        receives its shards of all gradients in one message. None on one rank.
     """
     rank, num_ranks = dist.get_rank(group=group), dist.get_world_size(group=group)
+    if num_ranks == 1:
+        return [grad.reshape(-1).div(divisor) for grad in grads]
     pieces = [
         torch.split(_padded(grad.reshape(-1), cut.total), list(cut.sizes))
         for grad, cut in zip(grads, cuts, strict=True)
@@ -376,7 +383,8 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         **kwargs: object,
     ) -> None:
         self.weights, self.nodes = tuple(weights), nodes
-        self._has_crossed = False  # gradients, between nodes
+        self._crossing = None if nodes is None else Crossing(nodes)
+        self._crossed: set[int] = set()  # ids of parameters whose gradients are sums over the nodes, or on their way
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def initialize_ds_offload(self, **kwargs: object) -> Any:
@@ -423,24 +431,43 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads = _average_to_owners
     _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads = _average_everywhere
 
-    def partition_grads(self, *args: object) -> object:
-        """Accumulate the gradients of a micro-batch, which stay in the node."""
-        if self._has_crossed and self.micro_step_id:
-            raise StepError(
-                'gradients were read, which adds them up over the nodes of "zero_within", and then accumulated. Read '
-                "them after the last backward of a step."
-            )
-        self._has_crossed = False
-        return super().partition_grads(*args)
+    def partition_grads(self, params: list[ZeroParameter], shards: list[Tensor]) -> object:
+        """Accumulate gradients of a micro-batch, which stay in the node; those of the last one set out for others."""
+        self._take_back(params)
+        buffers = super().partition_grads(params, shards)
+        if self.is_gradient_accumulation_boundary():
+            self._set_out(params)
+        return buffers
+
+    def _take_back(self, params: Iterable[ZeroParameter]) -> None:
+        """Let gradients that have crossed take more of this node: the first node keeps the sums, others begin anew."""
+        if again := [param for param in params if param.ds_id in self._crossed]:
+            self._crossing.finish()
+            for param in again:
+                self._crossed.remove(param.ds_id)
+                if self.nodes.node > 0:
+                    self._gradient_of(param).zero_()
+
+    def _set_out(self, params: Sequence[ZeroParameter]) -> None:
+        if self._crossing is not None and params:
+            self._crossing.start([self._gradient_of(param) for param in params], [param.ds_numel for param in params])
+            self._crossed.update(param.ds_id for param in params)
+
+    def _gradient_of(self, param: ZeroParameter) -> Tensor:
+        """This rank's shard of the accumulated gradient of a parameter."""
+        gradient: Tensor = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id]
+        return gradient
 
     def _cross_nodes(self) -> None:
-        """Add up the gradients of a step over nodes, before anybody looks at them."""
-        if self.nodes is None or self._has_crossed:
+        """Have the gradients of all parameters added up over nodes, before anybody looks at them."""
+        if self._crossing is None:
             return
         params = [param for group in self.fp16_groups for param in group if param.requires_grad]
-        grads = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        self.nodes.add_up([grads[param.ds_id] for param in params], [param.ds_numel for param in params])
-        self._has_crossed = True
+        with get_accelerator().stream(self.reduce_and_partition_stream):
+            self._set_out([param for param in params if param.ds_id not in self._crossed])
+            self._crossing.finish()
+        if not get_accelerator().resolves_data_dependency():
+            self.reduce_and_partition_stream.synchronize()
 
     def _get_fp32_grad_state_partition(self, *args: object, **kwargs: object) -> object:
         self._cross_nodes()
@@ -452,7 +479,7 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         super().step(*args, **kwargs)
         if self.nodes is not None:
             self.grad_partitions_flat_buffer.zero_()
-            self._has_crossed = False
+            self._crossed.clear()
 
     def _get_norm_groups(self) -> list[Tensor]:
         """The norms of sub-groups; nodes add their parts up in other orders, and all take those of the first."""
@@ -583,5 +610,5 @@ def _equal_shards(shards: Sequence[Tensor], params: Sequence[ZeroParameter]) -> 
         ]
         for source in owners
     ]
-    exchange(send, receive, shards[0].dtype, group)
+    write(start_exchange(send, receive, shards[0].dtype, group)(), receive)
     return done
