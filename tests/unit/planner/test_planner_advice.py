@@ -87,7 +87,7 @@ def test_shards_inside_nodes_are_told_where_the_link_is_slow_and_every_node_has_
     all_s, _, other = advice(two_nodes(1), optimizer_bytes=4, micro_batches=4)
     assert other is not None and other.within and other.iteration_s < 0.95 * all_s
     _, _, other = advice(two_nodes(1), optimizer_bytes=30)
-    assert other is None  # the node of one has no room
+    assert other is None or not other.within  # the node of one has no room
 
 
 @pytest.mark.parametrize("weights", [None, (3.0, 1.0, 2.0)])
