@@ -44,7 +44,9 @@ def weights_by_memory(replicas: Sequence[tuple[CostModel, Schedule]]) -> tuple[f
     if not cost.workload.zero_within:
         return weights_by_room(room, partitioned)
     ends = np.cumsum([len(node.devices) for node in cost.cluster.nodes])
-    return tuple(weight for of_node in np.split(room, ends[:-1]) for weight in weights_by_room(of_node, partitioned))
+    return tuple(
+        weight for of_node in np.split(room, ends[:-1]) for weight in weights_by_room(of_node.tolist(), partitioned)
+    )
 
 
 def _room_bytes(cost: CostModel, schedule: Schedule, partitioned: float) -> Floats:

@@ -81,7 +81,7 @@ class Nodes:
         return pieces
 
 
-class Crossing:
+class NodeSums:
     """Gradients on their way between nodes: while some travel to the ranks that add them up, sums of others return."""
 
     def __init__(self, nodes: Nodes) -> None:
@@ -176,8 +176,8 @@ def start_exchange(
 
     def finish() -> list[Sequence[Tensor]]:
         work.wait()
-        by_rank = zip(arrived.split(from_rank), like, strict=True)
-        return [part.split([each.numel() for each in parts]) for part, parts in by_rank]
+        by_rank = zip(torch.split(arrived, from_rank), like, strict=True)
+        return [torch.split(part, [each.numel() for each in parts]) for part, parts in by_rank]
 
     return finish
 

@@ -47,7 +47,7 @@ from ds_hetero.errors import CheckpointError, ConfigError
 from ds_hetero.frameworks.deepspeed.in_memory import read_part
 from ds_hetero.frameworks.deepspeed.names import WHOLE
 from ds_hetero.frameworks.deepspeed.protocols import State, ZeroParameter
-from ds_hetero.frameworks.deepspeed.zero.nodes import Crossing, Nodes, chunks, start_exchange, write
+from ds_hetero.frameworks.deepspeed.zero.nodes import NodeSums, Nodes, chunks, start_exchange, write
 from ds_hetero.sharding.zero_partition import FlatGroup, Move, cut_as_deepspeed, cut_parameter, is_even, moves
 from ds_hetero.values.section import SECTION
 from ds_hetero.values.splits import Split
@@ -383,7 +383,7 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         **kwargs: object,
     ) -> None:
         self.weights, self.nodes = tuple(weights), nodes
-        self._crossing = None if nodes is None else Crossing(nodes)
+        self._crossing = None if nodes is None else NodeSums(nodes)
         self._crossed: set[int] = set()  # ids of parameters whose gradients are sums over the nodes, or on their way
         super().__init__(module, init_optimizer, *args, **kwargs)
 
@@ -441,12 +441,14 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
 
     def _take_back(self, params: Iterable[ZeroParameter]) -> None:
         """Let gradients that have crossed take more of this node: the first node keeps the sums, others begin anew."""
-        if again := [param for param in params if param.ds_id in self._crossed]:
-            self._crossing.finish()
-            for param in again:
-                self._crossed.remove(param.ds_id)
-                if self.nodes.node > 0:
-                    self._gradient_of(param).zero_()
+        again = [param for param in params if param.ds_id in self._crossed]
+        if self.nodes is None or self._crossing is None or not again:
+            return
+        self._crossing.finish()
+        for param in again:
+            self._crossed.remove(param.ds_id)
+            if self.nodes.node > 0:
+                self._gradient_of(param).zero_()
 
     def _set_out(self, params: Sequence[ZeroParameter]) -> None:
         if self._crossing is not None and params:
@@ -459,7 +461,7 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return gradient
 
     def _cross_nodes(self) -> None:
-        """Have the gradients of all parameters added up over nodes, before anybody looks at them."""
+        """Add the gradients of all parameters up over nodes, before anybody looks at them."""
         if self._crossing is None:
             return
         params = [param for group in self.fp16_groups for param in group if param.requires_grad]
