@@ -47,7 +47,7 @@ from ds_hetero.errors import CheckpointError, ConfigError
 from ds_hetero.frameworks.deepspeed.in_memory import read_part
 from ds_hetero.frameworks.deepspeed.names import WHOLE
 from ds_hetero.frameworks.deepspeed.protocols import State, ZeroParameter
-from ds_hetero.frameworks.deepspeed.zero.nodes import NodeSums, Nodes, chunks, start_exchange, write
+from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes, NodeSums, chunks, start_exchange, write
 from ds_hetero.sharding.zero_partition import FlatGroup, Move, cut_as_deepspeed, cut_parameter, is_even, moves
 from ds_hetero.values.section import SECTION
 from ds_hetero.values.splits import Split
