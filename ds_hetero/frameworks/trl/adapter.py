@@ -73,7 +73,7 @@ def expect_known(trainer: object) -> None:
     """Refuse a trainer of TRL that is not known to train on shards as on one process.
 
     Raises:
-        ConfigError: it is of another class, such as those that generate.
+        ConfigError: it is of another class, such as those that generate, or trains AdaLoRA by tokens.
         VersionError: TRL is of a version that was not tried.
     """
     name = _class_name(trainer)
@@ -87,6 +87,7 @@ def expect_known(trainer: object) -> None:
         )
     if name in _OF_TOKENS:
         expect_package(PACKAGE, WORKS_BY_TOKENS, ())
+        _expect_no_term_of_adapters(trainer)
         return
     expect_package(PACKAGE, WORKS, PRIVATE_NAMES)
     kind = generating_class(trainer)
@@ -96,6 +97,16 @@ def expect_known(trainer: object) -> None:
             PACKAGE,
             WORKS,
             (*(f"{module}:{name}" for name in OF_COMPLETIONS), f"{module}:{kind.__name__}.prediction_step"),
+        )
+
+
+def _expect_no_term_of_adapters(trainer: Any) -> None:
+    adapters = getattr(trainer.model, "peft_config", {})
+    if names := [name for name, config in adapters.items() if config.peft_type == "ADALORA"]:
+        raise ConfigError(
+            f"PEFT adapter {names[0]!r} is of AdaLoRA, which adds a term to the loss of a model. On one process TRL's "
+            f"{_class_name(trainer)} leaves it out; where ranks share tokens it would be there. Train LoRA, or AdaLoRA "
+            "with transformers' Trainer, or without sequence parallelism."
         )
 
 

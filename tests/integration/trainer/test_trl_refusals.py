@@ -62,6 +62,13 @@ def test_a_trainer_that_is_not_known_says_so_on_every_rank(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_adalora_whose_term_trl_leaves_out_on_one_process_is_refused_on_every_rank() -> None:
+    first, second = ranks(_start, 2, "SFTTrainer", "adalora")
+    assert first == second
+    assert first.startswith("ConfigError: PEFT adapter 'default' is of AdaLoRA")
+
+
+@pytest.mark.slow
 def test_every_trainer_that_is_not_known_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     assert STARTED.keys() == {name for name, kind in trainer_classes().items() if not is_known(kind)}
@@ -90,14 +97,18 @@ def _options(needs: str, rank: int) -> tuple[Any, dict[str, Any]]:
     return options[needs]
 
 
-def _start(rank: int, name: str) -> str:
+def _start(rank: int, name: str, adapter: str = "") -> str:
     """How a training ends that starts."""
     import ds_hetero
 
     ds_hetero.register()
     _saved_model(rank)
-    needs, settings = STARTED[name]
+    needs, settings = STARTED.get(name, ("chats", {}))
     dataset, more = _options(needs, rank)
+    if adapter:
+        from peft import AdaLoraConfig
+
+        more["peft_config"] = AdaLoraConfig(init_r=4, target_r=2, total_step=100, target_modules=["q_proj"])
     kind = name.rpartition(".")[2]
     try:
         trainer = make_trainer(
