@@ -356,7 +356,7 @@ class RingCollective:
         """The collective over all ranks of ``cluster``."""
         num_ranks = cluster.num_ranks
         inside, between = [_hops_inside(cluster, i) for i in range(len(cluster.nodes))], _hops_between(cluster)
-        slowest = max(between[0], *(s_per_byte for s_per_byte, _ in inside))
+        slowest = max([between[0], *(s_per_byte for s_per_byte, _ in inside)])
         latency_s = between[1] + sum(latency_s for _, latency_s in inside)
         return cls(s_per_byte=slowest * (num_ranks - 1) / num_ranks, latency_s=latency_s)
 
