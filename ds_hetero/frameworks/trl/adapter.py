@@ -101,7 +101,7 @@ def expect_known(trainer: object) -> None:
 
 
 def _expect_no_term_of_adapters(trainer: Any) -> None:
-    adapters = getattr(trainer.model, "peft_config", {})
+    adapters = getattr(getattr(trainer, "model", None), "peft_config", {})
     if names := [name for name, config in adapters.items() if config.peft_type == "ADALORA"]:
         raise ConfigError(
             f"PEFT adapter {names[0]!r} is of AdaLoRA, which adds a term to the loss of a model. On one process TRL's "

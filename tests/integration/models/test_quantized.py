@@ -78,9 +78,10 @@ def _model(weights: str, base: str, method: str) -> Any:
     quantized = {"quantization_config": BitsAndBytesConfig(**BASES[base])} if BASES[base] else {}
     model = AutoModelForCausalLM.from_pretrained(weights, **quantized, device_map={"": "cpu"}, dtype=torch.float32)
     torch.manual_seed(1)
-    return get_peft_model(
+    adapted = get_peft_model(
         model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **METHODS[method])
     )
+    return adapted.train()  # loaded models are in evaluation, in which bitsandbytes packs 4-bit weights on some CPUs
 
 
 def test_a_look_at_losses_leaves_weights_of_4_bits_as_training_reads_them(weights: str) -> None:
