@@ -66,7 +66,6 @@ class CalibratedCostModel(CostModel):
             self._recurrent_share = model.recurrent.num_layers / model.num_layers
         owners = workload.zero_cluster or cluster
         self._collective = RingCollective.within(owners) if workload.zero_within else RingCollective.over(owners)
-        self._between_nodes = RingCollective.between(owners)
         self._gather_s = self._reduce_s = 0.0
         if workload.zero_stage == 3:
             gathered = layer_weight_bytes(model, workload)
@@ -181,7 +180,8 @@ class CalibratedCostModel(CostModel):
             loss_s += 2 * self._collective(embedding * work.element_bytes)
             loss_s += self._collective(trained_of_ends(model, work) * work.gradient_bytes)
             if work.zero_within:  # twice, to be added up and back; what the last backward hides is not taken off
-                zero_s = 2 * self._between_nodes(count * work.gradient_bytes)
+                between_nodes = RingCollective.between(work.zero_cluster or self.cluster)
+                zero_s = 2 * between_nodes(count * work.gradient_bytes)
         else:
             zero_s = reductions * 2 * self._collective(count * work.gradient_bytes)
             zero_s += self._collective(count * work.element_bytes) if stage else 0.0

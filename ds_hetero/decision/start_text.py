@@ -139,8 +139,9 @@ def _prediction_lines(forecast: Forecast) -> str:
         lines.append(f"not in it:  copies to and from the host and what it computes there, for the {offloaded}")
     if prediction.reason:
         lines.append(f"memory:     {prediction.reason}")
-    other = faster_zero_stage(cost, forecast.schedule.shifted(0), prediction.iteration_s)
-    if other is not None and other.within and work.zero_stage == 3:
+    at_3 = work.zero_stage == 3  # another stage is the configuration's to choose
+    other = faster_zero_stage(cost, forecast.schedule.shifted(0), prediction.iteration_s) if at_3 else None
+    if other is not None and other.within:
         lines.append(f"ZeRO:       stage {other.name} would take {time_text(other.iteration_s)} per step, and fits")
     if planned is not None:
         lines.append(f"searched:   {time_text(planned.search_s)}; {_against_baselines(planned)}")

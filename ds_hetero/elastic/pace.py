@@ -19,17 +19,12 @@ class Pace:
         self._extra_s: deque[float] = deque(maxlen=_SAVES)  # by save, seconds by which it has delayed steps
         self._busy_s: list[float] = []  # steps since the latest save was begun, while it was under way
         self._last_s = 0.0
-        self._save_s = 0.0  # of the latest save, from its beginning to its last copy
+        self.save_s = 0.0  # of the latest save, from its beginning to its last copy
 
     @property
     def step_s(self) -> float:
         """Seconds of a step; without saves, where there was one without."""
         return statistics.median(self._quiet_s) if self._quiet_s else self._last_s
-
-    @property
-    def save_s(self) -> float:
-        """Seconds of the latest save, from its beginning to its last copy."""
-        return self._save_s
 
     def add_step(self, seconds: float, *, is_busy: bool) -> None:
         """Note a step, with all waiting before and after it.
@@ -45,10 +40,6 @@ class Pace:
             self._end_save()
         self._quiet_s.append(seconds)
 
-    def end_save(self, seconds: float) -> None:
-        """Note how long a save has taken."""
-        self._save_s = seconds
-
     def _end_save(self) -> None:
         if self._quiet_s:
             self._extra_s.append(max(0.0, sum(self._busy_s) - len(self._busy_s) * self.step_s))
@@ -58,6 +49,6 @@ class Pace:
         """Steps between two saves: as many as last as long as one, and as make its delays `SHARE` of all time."""
         if self.step_s <= 0:
             return 1
-        by_length = math.ceil(self._save_s / self.step_s)
+        by_length = math.ceil(self.save_s / self.step_s)
         by_delay = math.ceil(statistics.median(self._extra_s) / (SHARE * self.step_s)) if self._extra_s else 1
         return max(1, by_length, min(by_delay, math.ceil(_MOST_S / self.step_s)))

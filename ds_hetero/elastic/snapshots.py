@@ -205,7 +205,7 @@ class Snapshots:
             self._is_copied.set()
             if self._send(slot):
                 self._done_step = step
-            self._pace.end_save(time.perf_counter() - begin_s)
+            self._pace.save_s = time.perf_counter() - begin_s
         except Exception:
             logger.exception("a save of step %d failed; the one before stays", step)
         finally:

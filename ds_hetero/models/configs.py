@@ -250,8 +250,8 @@ def _refuse_other_attention(config: JsonObject, name: str, recurrent: RecurrentL
             given = f"{key}={shortened(config[key])}"
             raise ModelError(f"{name}: {given}: shared experts and mixed layers have no cost model yet.")
     layer_types = config.get("layer_types")
-    if layer_types is not None and not (is_list(layer_types) and all(isinstance(kind, str) for kind in layer_types)):
-        raise ModelError(f"{name}: layer_types must be a list of names, got {shortened(layer_types)}.")
+    if layer_types is not None:
+        _expect_names(layer_types, name)
     other = sorted(set(layer_types or []) - {"full_attention"})
     if other and recurrent is None:
         raise ModelError(f"{name}: layer_types has {listed(other, 8)}; only full_attention can be planned.")
@@ -332,12 +332,16 @@ def _recurrent_layers_of(config: JsonObject, num_layers: int, name: str) -> Recu
     )
 
 
+def _expect_names(layer_types: Any, name: str) -> None:
+    if not (is_list(layer_types) and all(isinstance(kind, str) for kind in layer_types)):
+        raise ModelError(f"{name}: layer_types must be a list of names, got {shortened(layer_types)}.")
+
+
 def _kinds(config: JsonObject, num_layers: int, name: str) -> list[str]:
     """The kind of every layer."""
     given = config.get("layer_types") or config.get("layers_block_type")
     if given is not None:
-        if not isinstance(given, (list, tuple)) or not all(isinstance(kind, str) for kind in given):
-            raise ModelError(f"{name}: layer_types must be a list of names, got {shortened(given)}.")
+        _expect_names(given, name)
         known = _RECURRENT + _ATTENTION + _BOTH
         other = sorted(set(given) - set(known))
         if other or len(given) != num_layers:

@@ -303,13 +303,12 @@ def faster_zero_stage(cost: CostModel, schedule: Schedule, now_s: float) -> Othe
     work = cost.workload
     on_devices = not (work.offload_optimizer or work.offload_parameters)
     has_nodes = cost.name == "calibrated" and len(cost.cluster.nodes) > 1 and work.data_parallel == 1 and on_devices
-    others = [OtherStage(stage=stage, within=False, iteration_s=0.0) for stage in range(4)]
     found = []
-    for other in [*others, OtherStage(stage=3, within=True, iteration_s=0.0)][: None if has_nodes else 4]:
-        changed = replace(work, zero_stage=other.stage, zero_within=other.within)
+    for stage, within in [(0, False), (1, False), (2, False), (3, False), *([(3, True)] if has_nodes else [])]:
+        changed = replace(work, zero_stage=stage, zero_within=within)
         prediction = make_cost_model(cost.name, cost.cluster, cost.model, changed).predict(schedule)
         if prediction.feasible:
-            found.append(replace(other, iteration_s=prediction.iteration_s))
+            found.append(OtherStage(stage=stage, within=within, iteration_s=prediction.iteration_s))
     best = min(found, key=lambda other: other.iteration_s, default=None)
     return None if best is None or best.iteration_s >= _WORTH * now_s else best
 

@@ -6,7 +6,6 @@ under a ring of equal shares are timed. For information: a difference is no faul
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -141,7 +140,7 @@ def _measure(setting: _Setting, schedule: Schedule, cost: CostModel, session: Se
     )
     ds_config = setting.ds_config | {"heterogeneity": {"schedule": schedule.to_dict(), "verify": "off"}}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    batch = {"input_ids": ids, "labels": copy.copy(ids)}
+    batch = {"input_ids": ids, "labels": ids.clone()}
     seconds, peak = time_steps(ds_hetero.register(), model, optimizer, [batch] * (_WARM_UPS + _STEPS), ds_config)
     by_rank = on_all_ranks(lambda: (seconds[_WARM_UPS:], peak))
     predicted = cost.predict(schedule)

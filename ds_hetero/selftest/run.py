@@ -105,14 +105,15 @@ def _run_checks(state: _Run) -> None:
         nodes=state.report.nodes,
         quick=state.options.quick,
     )
-    checks: tuple[tuple[str, Callable[[], Iterable[Line]]], ...] = (
+    checks: list[tuple[str, Callable[[], Iterable[Line]]]] = [
         ("kernels", lambda: check_kernels(session)),
         ("collectives", lambda: check_collectives(session)),
         ("exchange and ring", lambda: check_exchange(session)),
         ("training", lambda: check_training(session)),
         ("bandwidth", lambda: check_bandwidth(session, state.report.ranks[session.rank])),
-        ("prediction", lambda: check_prediction(session, state.report.measured)),
-    )[: None if state.options.measure else -1]
+    ]
+    if state.options.measure:
+        checks.append(("prediction", lambda: check_prediction(session, state.report.measured)))
     for index, (name, check) in enumerate(checks, 1):
         watch.begin_check(2 * index)
         for line in check():

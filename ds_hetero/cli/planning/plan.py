@@ -137,7 +137,8 @@ def _schedule(scenario: Scenario, layout: str | None, token_unit: int, planner: 
             f"{error} This says which changes are enough, and what they cost: {same_line(fit)}"
         ) from None
     fewer = faster_with_fewer_ranks(scenario.cost, planned, layout) if planner is None else None
-    stage = _other_stage(scenario, planned) if planner is None else None
+    now_s = planned.prediction.iteration_s
+    stage = faster_zero_stage(scenario.cost, planned.schedule, now_s) if planner is None else None
     advice = {"leave_out": fewer and fewer.to_dict(), "zero_stage": stage and stage.to_dict()}
     price = _price(scenario, planned)
     lines = [*price.lines(trained), assumed_line(scenario)]
@@ -234,10 +235,6 @@ def _advice_lines(
             f"{_less(stage.iteration_s, now_s)}, and fits"
         )
     return lines
-
-
-def _other_stage(scenario: Scenario, planned: PlannedSchedule) -> OtherStage | None:
-    return faster_zero_stage(scenario.cost, planned.schedule, planned.prediction.iteration_s)
 
 
 def _less(then_s: float, now_s: float) -> str:

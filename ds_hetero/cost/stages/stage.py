@@ -191,9 +191,7 @@ class StageOption:
     backward_s: float  # per layer, recomputation included
     first_s: float = 0.0  # forward and backward of what a stage with the embedding computes on top
     last_s: float = 0.0  # forward and backward of what a stage with the head computes on top
-    side_s: float = (
-        0.0  # messages to and from one neighbouring stage: the host's time, and gathering those that arrived
-    )
+    side_s: float = 0.0  # messages to and from one neighbouring stage: the host's time, and gathering what arrived
     capacity_bytes: float  # memory of a device
     memory: StageMemory  # what a device of its first part needs
     beside: tuple[StageOption, ...] = ()  # memory of the devices of its other parts, whose times are not used

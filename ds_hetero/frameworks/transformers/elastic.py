@@ -29,7 +29,7 @@ from ds_hetero.elastic.worker import own_worker
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import ElasticState, Registry
 from ds_hetero.errors import CheckpointError
-from ds_hetero.runtime.data.epochs import process_states, set_process_states
+from ds_hetero.runtime.data.epochs import drawing_from
 
 _trainings: dict[str, _Training] = {}  # that are under way, by the folder of each
 
@@ -72,12 +72,10 @@ class _Training:
         state = own["objects"][_OBJECT]
         (folder / _STATE).write_text(state["state"])
         torch.save(state["scheduler"], folder / _SCHEDULER)
-        before = process_states()
-        set_process_states(own["random"])
-        if own["device_random"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(own["device_random"])
-        self._trainer._save_rng_state(str(folder))
-        set_process_states(before)
+        with drawing_from(own["random"]):
+            if own["device_random"] is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(own["device_random"])
+            self._trainer._save_rng_state(str(folder))
         self._running = state["running"]
 
     def is_of(self, trainer: Trainer) -> bool:

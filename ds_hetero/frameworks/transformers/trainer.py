@@ -55,9 +55,14 @@ def is_sharded(registry: Registry, trainer: Trainer) -> bool:
     return registry.adapters.processes.asks_for_engine(trainer.accelerator) and trainer.get_sp_size() > 1
 
 
+def _is_alone(registry: Registry, trainer: Trainer) -> bool:
+    """Whether a Trainer that trains with this engine is in a job of one rank, which takes whole batches."""
+    return registry.adapters.processes.asks_for_engine(trainer.accelerator) and dist.get_world_size() == 1
+
+
 def _shared_by_ranks(registry: Registry, trainer: Trainer) -> Any:
-    """The model as it is split; None in a job of one rank, which the Trainer gives whole batches."""
-    return None if dist.is_initialized() and dist.get_world_size() == 1 else registry.find_split(trainer.model)
+    """The model as it is split; None in a job of one rank."""
+    return None if _is_alone(registry, trainer) else registry.find_split(trainer.model)
 
 
 def takes_whole_batches(registry: Registry, trainer: Trainer) -> bool:
@@ -250,8 +255,7 @@ def _accumulating_micro_steps(registry: Registry, stock: Function) -> Function:
         if is_whole and batches is not None:
             expect_equal_replicas(trainer)
         if batches is None:
-            is_alone = registry.adapters.processes.asks_for_engine(trainer.accelerator) and dist.get_world_size() == 1
-            alone = sharding(False) if is_alone else contextlib.nullcontext()  # whole batches, as without the section
+            alone = sharding(False) if _is_alone(registry, trainer) else contextlib.nullcontext()
             with calls_sharded(registry, trainer) if is_whole else alone:
                 return stock(*args, **kwargs)
         if not arguments.average_tokens_across_devices:

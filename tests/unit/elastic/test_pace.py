@@ -5,7 +5,7 @@ def _train(pace, cycles, quiet, busy_s, save_s):
     for _ in range(cycles):
         for seconds in busy_s:
             pace.add_step(seconds, is_busy=True)
-        pace.end_save(save_s)
+        pace.save_s = save_s
         for _ in range(quiet):
             pace.add_step(1.0, is_busy=False)
     return pace.needed_steps()
