@@ -1,7 +1,8 @@
-"""Ten pairs of a model and a schedule, as different as they fit on two cores."""
+"""Ten pairs of a model and a schedule, as different as they fit on two cores, and ten that train adapters."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.fit.training import Case
@@ -23,7 +24,7 @@ def _schedule(*groups: tuple[list[float], list[int]], num_kv_heads: int = 4, lay
 _RING, _UNEVEN_RING = _schedule(([1], [8]), ([1], [8])), _schedule(([3], [8]), ([1], [8]))
 _UNEVEN_ULYSSES = _schedule(([3, 1], [6, 2]), layout="contiguous")
 
-CASES = (
+_WHOLE = (
     Case(name="ring, ZeRO 1", schedule=_RING, seq_len=2048, zero_stage=1),
     Case(name="Ulysses 3:1, heads 6:2, ZeRO 0", schedule=_UNEVEN_ULYSSES, seq_len=2048, zero_stage=0),
     Case(name="ring 3:1, ZeRO 2", schedule=_UNEVEN_RING, seq_len=2048, zero_stage=2),
@@ -73,5 +74,14 @@ CASES = (
         seq_len=2048,
         zero_stage=2,
         model=_DEEP,
+    ),
+)
+_RANKS_OF_ADAPTERS = (8, 16, 8, 16, 8, 32, 16, 8, 16, 8)  # of the pairs in their order; every other one is quantized
+
+CASES = (
+    *_WHOLE,
+    *(
+        replace(case, name=f"{case.name}, {'QLoRA' if i % 2 else 'LoRA'}", adapter_rank=rank, quantized=i % 2 == 1)
+        for i, (case, rank) in enumerate(zip(_WHOLE, _RANKS_OF_ADAPTERS, strict=True))
     ),
 )

@@ -7,6 +7,7 @@ model is built: the same thing that ``torch.cuda.max_memory_allocated`` is on a 
 from __future__ import annotations
 
 import gc
+import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ class Case:
         zero_weights: shares of the optimizer state, None for equal ones.
         micro_batch: sequences of a batch.
         model: keys of a Llama's config that differ from `_MODEL`.
+        adapter_rank: of adapters beside every product, which alone are trained; 0 to train all weights.
+        quantized: weights of the layers are frozen in 4 bits.
     """
 
     name: str
@@ -44,6 +47,8 @@ class Case:
     zero_weights: tuple[float, ...] | None = None
     micro_batch: int = 1
     model: tuple[tuple[str, Any], ...] = ()
+    adapter_rank: int = 0
+    quantized: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -74,6 +79,8 @@ class Case:
             element_bytes=element,
             gradient_bytes=element,
             optimizer_bytes=8 if self.zero_stage == 0 and not self.bf16 else 12,
+            adapter_rank=self.adapter_rank,
+            quantization="nf4" if self.quantized else None,
             buffers=Buffers(reduce_bucket=BUCKET_ELEMENTS, optimizer_bytes=8),
         )
 
@@ -118,7 +125,6 @@ def make_step(rank: int, case: Case) -> Any:
     """Build model and engine of a case; a function that trains one step."""
     import deepspeed
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     import ds_hetero
     from ds_hetero.values.placement import stream_placement
@@ -136,11 +142,10 @@ def make_step(rank: int, case: Case) -> Any:
         "heterogeneity": section,
     }
     torch.manual_seed(0)
-    with deepspeed.zero.Init(config_dict_or_path=config) if case.zero_stage == 3 else nullcontext():
-        model = LlamaForCausalLM(LlamaConfig(**case.config))
+    model = _model(case, config)
     if case.checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     positions = stream_placement(handle.schedule, case.seq_len).positions(rank)
     generator = torch.Generator().manual_seed(1)
@@ -160,3 +165,43 @@ def make_step(rank: int, case: Case) -> Any:
         engine.step()
 
     return step
+
+
+def _model(case: Case, config: dict[str, Any]) -> Any:
+    """The model of a case, with its adapters; ``config`` is DeepSpeed's."""
+    import deepspeed
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with deepspeed.zero.Init(config_dict_or_path=config) if _starts_in_parts(case) else nullcontext():
+        model = LlamaForCausalLM(LlamaConfig(**case.config))
+    if case.quantized:
+        model = _in_4_bits(model, bf16=case.bf16)
+    if not case.adapter_rank:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=case.adapter_rank, target_modules="all-linear")).train()
+
+
+def _starts_in_parts(case: Case) -> bool:
+    """ZeRO-3 partitions the model as it is made; bitsandbytes quantizes whole weights, partitioned afterwards."""
+    return case.zero_stage == 3 and not case.quantized
+
+
+def _in_4_bits(model: Any, *, bf16: bool) -> Any:
+    """The same weights as bitsandbytes freezes them for QLoRA; embedding and head are not quantized."""
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        kind = type(model)
+        return kind.from_pretrained(folder, quantization_config=quantization, device_map={"": "cpu"}, dtype=dtype)

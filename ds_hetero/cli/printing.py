@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_hetero.common.reading import JsonObject, shortened
-from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.common.text import bytes_text, table_text, time_text
 from ds_hetero.cost.model import Prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.values.plans.plan import SCENARIO
@@ -103,18 +103,9 @@ def print_table(
         caption: below it.
         numbers: all columns but the first are aligned at the right.
     """
-    from rich.console import Console  # takes longer to import than most commands to run, and JSON needs none
-    from rich.table import Table
-
-    table = Table(title=title, caption=caption)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if numbers and i else "left")
-    for row in rows:
-        if row is None:
-            table.add_section()
-        else:
-            table.add_row(*row)
-    Console().print(table)
+    print(table_text(columns, rows, title, numbers=numbers))
+    if caption is not None:
+        print(caption)
 
 
 def prediction_lines(prediction: Prediction) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import TypeVar
 
 GB = 1e9  # bytes, as in bandwidths
@@ -73,3 +73,57 @@ def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
 def ranks_text(ranks: Sequence[int]) -> str:
     """``rank 1`` or ``ranks 0, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def table_text(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str] | None],
+    title: str | None = None,
+    *,
+    numbers: bool = False,
+    width: int | None = None,
+) -> str:
+    """A table with a frame; cells that are too long for the width are broken between words.
+
+    Args:
+        columns: their heads.
+        rows: their cells; None draws a line.
+        title: above it.
+        numbers: all columns but the first are aligned at the right.
+        width: characters of a line; left out, those of the terminal.
+    """
+    from shutil import get_terminal_size
+
+    body = list(rows)
+    while body and body[-1] is None:
+        body.pop()
+    widths = [max(len(row[i]) for row in (columns, *body) if row is not None) for i in range(len(columns))]
+    too_wide = sum(widths) + 3 * len(widths) + 1 - (width or get_terminal_size().columns)
+    for _ in range(max(0, min(too_wide, sum(widths) - len(widths)))):
+        widths[widths.index(max(widths))] -= 1
+
+    def line(left: str, middle: str, right: str) -> str:
+        return left + middle.join("─" * (each + 2) for each in widths) + right
+
+    lines = [title.center(len(line("┌", "┬", "┐"))).rstrip()] if title else []
+    lines.append(line("┌", "┬", "┐"))
+    for row in (columns, None, *body):
+        if row is None:
+            lines.append(line("├", "┼", "┤"))
+            continue
+        broken = (_broken(cell, each) for cell, each in zip(row, widths, strict=True))
+        for parts in zip_longest(*broken, fillvalue=""):
+            cells = (
+                part.rjust(each) if numbers and i else part.ljust(each)
+                for i, (part, each) in enumerate(zip(parts, widths, strict=True))
+            )
+            lines.append(f"│ {' │ '.join(cells)} │")
+    return "\n".join([*lines, line("└", "┴", "┘")])
+
+
+def _broken(cell: str, width: int) -> list[str]:
+    if len(cell) <= width:
+        return [cell]
+    from textwrap import wrap
+
+    return wrap(cell, width)

@@ -25,6 +25,7 @@ Dimension key: B assignments, D ranks, K groups in ring order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -36,7 +37,7 @@ from ds_hetero.cost.passes import PLACEHOLDER_TOKENS, BlockPasses
 from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.layer_memory import layer_weight_bytes, trained_of_ends, trained_of_layer, trained_parameters
-from ds_hetero.cost.terms.memory import Moments, memory_moments, owned_share_D
+from ds_hetero.cost.terms.memory import Moments, StandingMemory, memory_moments, owned_share_D
 from ds_hetero.cost.terms.times import RingCollective, host_bytes_per_s_D, offloaded_step_s_D, ring_finish_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
@@ -196,7 +197,11 @@ class CalibratedCostModel(CostModel):
 
     def memory_moments(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
         """See `ds_hetero.cost.terms.memory`."""
-        return memory_moments(self.model, self.workload, grouping, tokens_D, heads_D)
+        return memory_moments(self._standing_memory, grouping, tokens_D, heads_D)
+
+    @cached_property
+    def _standing_memory(self) -> StandingMemory:
+        return StandingMemory.of(self.model, self.workload, self.cluster)
 
     def exchange_s_K(self, schedule: Schedule) -> Floats:
         """Both all-to-alls of every group in one block, forward and backward, by ring position."""

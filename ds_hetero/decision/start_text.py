@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from ds_hetero.cluster import Cluster
 from ds_hetero.common.reading import JsonObject
-from ds_hetero.common.text import GIB, bytes_text, time_text
+from ds_hetero.common.text import GIB, bytes_text, table_text, time_text
 from ds_hetero.cost import Workload
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.decision.decide import Forecast
@@ -86,33 +85,27 @@ def forecast_text(forecasts: Sequence[Forecast]) -> str:
 
 
 def _replica_table(forecast: Forecast, title_prefix: str) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     cost, schedule, prediction = forecast.cost, forecast.schedule, forecast.prediction
     title = f"{title_prefix}{describe(schedule.shifted(0), cost.cluster)}; {schedule.layout}"
-    table = Table(title=title, box=box.SIMPLE)
-    for heading in ("ring", "rank", "device", "tokens", "share", "heads", "memory GiB", "of"):
-        table.add_column(heading, justify="left" if heading == "device" else "right")
+    columns = ("ring", "rank", "device", "tokens", "share", "heads", "memory GiB", "of")
     seq_len, first = cost.workload.seq_len, schedule.ranks[0]
-    tokens = schedule.tokens(seq_len)
+    tokens, rows = schedule.tokens(seq_len), []
     for position, group in enumerate(schedule.ring_groups):
         for rank, heads in sorted(zip(group.ranks, group.heads, strict=True)):
             own = rank - first
-            table.add_row(
-                str(position),
-                str(rank),
-                cost.cluster.devices[own].name,
-                f"{tokens[rank]:,}",
-                f"{tokens[rank] / seq_len:.1%}",
-                str(heads),
-                f"{prediction.memory_bytes[own] / GIB:.2f}",
-                f"{cost.capacity_bytes_D[own] / GIB:.2f}",
+            rows.append(
+                (
+                    str(position),
+                    str(rank),
+                    cost.cluster.devices[own].name,
+                    f"{tokens[rank]:,}",
+                    f"{tokens[rank] / seq_len:.1%}",
+                    str(heads),
+                    f"{prediction.memory_bytes[own] / GIB:.2f}",
+                    f"{cost.capacity_bytes_D[own] / GIB:.2f}",
+                )
             )
-    file = io.StringIO()
-    Console(file=file, width=118).print(table)
-    return file.getvalue().rstrip()
+    return table_text(columns, rows, title, numbers=True, width=118)
 
 
 def _prediction_lines(forecast: Forecast) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 
-from ds_hetero.common.text import time_text
+from ds_hetero.common.text import table_text, time_text
 from ds_hetero.job.times import JobTimes, planned_step_s
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.plans import Plan
@@ -62,30 +61,23 @@ def times_table(seen: JobTimes, plan: Plan, utilization: Sequence[float | None],
         utilization: see `utilizations`.
         changes: of the plan, since the start.
     """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     steps, names = seen.ranks[0].steps, seen.parts_of_step
     title = (
         f"Where the time of {steps:.0f} steps went, {time_text(seen.step_s)} each: imbalance {seen.imbalance:.2f}, "
         f"{changes} changes of {'layers' if seen.pipelines else 'schedule'}"
     )
-    rows = Table(title=title, box=box.SIMPLE)
+    rows: list[tuple[str, ...]] = []
     places = ("pipeline", "stage", "layers") if seen.pipelines else ()
     rates = () if seen.pipelines else ("tokens/s", "MFU")
-    for heading in ("rank", *places, *(_HEADINGS.get(name, name) for name in names), "rest", *rates):
-        rows.add_column(heading, justify="right")
+    columns = ("rank", *places, *(_HEADINGS.get(name, name) for name in names), "rest", *rates)
     for number, (rank, mfu) in enumerate(zip(seen.ranks, utilization, strict=True)):
         cells = [f"{share:.1%}" for share in rank.shares(names).values()]
         if seen.pipelines:
             cells = [*_place_of(plan, number), *cells]
         else:
             cells += [f"{rank.tokens_per_s:,.0f}", "" if mfu is None else f"{mfu:.1%}"]
-        rows.add_row(str(number), *cells)
-    file = io.StringIO()
-    Console(file=file, width=100).print(rows)
-    return "\n".join([file.getvalue().rstrip(), *_prediction_lines(seen, plan)])
+        rows.append((str(number), *cells))
+    return "\n".join([table_text(columns, rows, title, numbers=True, width=100), *_prediction_lines(seen, plan)])
 
 
 def _prediction_lines(seen: JobTimes, plan: Plan) -> list[str]:

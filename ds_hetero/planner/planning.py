@@ -230,7 +230,7 @@ _WORTH = 0.95  # of the time: a smaller gain is not told
 _ROUNDS = 3  # of leaving out more
 _TRIED = 4  # sets of ranks in a round, the most promising ones
 _TRIED_OF_MANY, _MANY_RANKS = 1, 64
-_FIRST_LOOK_BUDGET_S, _FIRST_LOOK = 0.01, 1.1  # of a search that says which sets are worth a whole one
+_LOOK_BUDGET_S, _OVER_SEARCH = 0.03, 1.01  # of a first look, which is seldom slower than a whole search by more
 _MOST_NODES = 64  # each of which is left out, or kept, alone
 
 
@@ -271,7 +271,7 @@ class OtherStage:
 def faster_with_fewer_ranks(cost: CostModel, planned: PlannedSchedule, layout: str | None = None) -> FewerRanks | None:
     """Search ranks without which the job is faster by at least 5 %; None where there are none.
 
-    Nothing is searched unless ZeRO's traffic over all ranks costs that much. Tried are the ranks that the schedule
+    Nothing is searched unless what ZeRO moves over all ranks costs that much. Tried are the ranks that the schedule
     leaves idle, every node, all nodes but one, and the slowest kinds of devices; then the same of what is left.
 
     Args:
@@ -284,10 +284,9 @@ def faster_with_fewer_ranks(cost: CostModel, planned: PlannedSchedule, layout: s
     left, best = tuple(range(cost.cluster.num_ranks)), planned
     for _ in range(_ROUNDS):
         limit_s = _WORTH * best.prediction.iteration_s
-        if _without_zero_s(cost, best) >= limit_s:
-            break
-        faster, kept = _fastest_part(cost, _most_promising(cost, best, limit_s), limit_s, layout)
-        if faster is None:
+        kept = _fastest_look(cost, _most_promising(cost, best, limit_s), _OVER_SEARCH * limit_s, layout)
+        faster = _planned(cost, kept, layout) if kept else None
+        if faster is None or faster.prediction.iteration_s >= limit_s:
             break
         left, best = tuple(left[rank] for rank in kept), faster
         cost = _cost_of(cost, kept)
@@ -313,40 +312,39 @@ def faster_zero_stage(cost: CostModel, schedule: Schedule, now_s: float) -> Othe
     return None if best is None or best.iteration_s >= _WORTH * now_s else best
 
 
-def _without_zero_s(cost: CostModel, planned: PlannedSchedule) -> float:
-    """Time of a step if ZeRO moved nothing."""
-    workload = replace(cost.workload, zero_cluster=cost.cluster.subset([0]))
-    return make_cost_model(cost.name, cost.cluster, cost.model, workload).predict(planned.schedule).iteration_s
+def _most_promising(cost: CostModel, planned: PlannedSchedule, limit_s: float) -> list[tuple[float, tuple[int, ...]]]:
+    """Ranks to keep, of which no schedule is known to take ``limit_s`` or longer; the most promising first.
 
+    A schedule of theirs is one of all ranks too, with the others idle, where it takes no less than the best one. What
+    it takes less without them is at most what stands whatever the schedule.
 
-def _most_promising(cost: CostModel, planned: PlannedSchedule, limit_s: float) -> list[tuple[int, ...]]:
-    """Ranks to keep, of which no schedule is known to take ``limit_s`` or longer; the most promising first."""
+    Returns:
+        a time that no schedule of theirs undercuts, and the ranks.
+    """
     every = range(cost.cluster.num_ranks)
     kept = {tuple(rank for rank in every if rank not in out) for out in _left_out(cost.cluster, planned)}
-    least_s = {ranks: _least_s(_cost_of(cost, ranks)) for ranks in kept if 0 < len(ranks) < len(every)}
-    promising = sorted(
-        (ranks for ranks in least_s if least_s[ranks] < limit_s), key=lambda ranks: (least_s[ranks], ranks)
-    )
+    now_s, standing_s = planned.prediction.iteration_s, _standing_s(cost)
+    least = []
+    for ranks in kept:
+        if 0 < len(ranks) < len(every):
+            of_part = _cost_of(cost, ranks)
+            least.append((max(_least_s(of_part), now_s - standing_s + _standing_s(of_part)), ranks))
+    promising = sorted(each for each in least if each[0] < limit_s)
     return promising[: _TRIED if len(every) <= _MANY_RANKS else _TRIED_OF_MANY]
 
 
-def _fastest_part(
-    cost: CostModel, parts: Sequence[tuple[int, ...]], limit_s: float, layout: str | None
-) -> tuple[PlannedSchedule | None, tuple[int, ...]]:
-    """The fastest schedule of some of the ranks alone, and these; None where none takes less than ``limit_s``.
-
-    A first look says of each how fast it may be. The best ones are searched first, and their times rule out others.
-    """
-    looked = sorted((_first_look_s(_cost_of(cost, kept), layout), i) for i, kept in enumerate(parts))
-    fastest_of: PlannedSchedule | None = None
-    chosen: tuple[int, ...] = ()
-    for first_look_s, i in looked:
-        if first_look_s >= _FIRST_LOOK * limit_s:
+def _fastest_look(
+    cost: CostModel, parts: Sequence[tuple[float, tuple[int, ...]]], limit_s: float, layout: str | None
+) -> tuple[int, ...] | None:
+    """The ranks that are fastest at a first look, if they take less than ``limit_s``; of `_most_promising`."""
+    fastest_of = None
+    for least_s, ranks in parts:
+        if least_s >= limit_s:
             break
-        found = _planned(cost, parts[i], layout)
-        if found is not None and found.prediction.iteration_s < limit_s:
-            fastest_of, chosen, limit_s = found, parts[i], found.prediction.iteration_s
-    return fastest_of, chosen
+        look_s = _first_look_s(_cost_of(cost, ranks), layout)
+        if look_s < limit_s:
+            fastest_of, limit_s = ranks, look_s
+    return fastest_of
 
 
 def _left_out(cluster: Cluster, planned: PlannedSchedule) -> Iterator[Sequence[int]]:
@@ -368,10 +366,17 @@ def _least_s(cost: CostModel) -> float:
     return float(work.micro_batches * (cost.model.num_layers * cost.least_block_s + loss_s) + once_s(outside))
 
 
+def _standing_s(cost: CostModel) -> float:
+    """Time of an optimizer step that is the same under any schedule: of ZeRO, the host's launches, the optimizer."""
+    outside = cost.outside_blocks_s(np.zeros(cost.cluster.num_ranks))
+    of_micro_batch = cost.model.num_layers * cost.floor_s + outside.get("loss_s", 0.0)
+    return cost.workload.micro_batches * of_micro_batch + once_s(outside)
+
+
 def _first_look_s(cost: CostModel, layout: str | None) -> float:
     """Time of a step by a short search; infinite where it finds nothing that fits."""
     problem, rank_of = make_problem(cost, layout=layout)
-    found = first_look(problem, EvaluationBudget(_FIRST_LOOK_BUDGET_S))
+    found = first_look(problem, EvaluationBudget(_LOOK_BUDGET_S))
     return np.inf if found is None else cost.predict(schedule_of(problem, found, rank_of)).iteration_s
 
 

@@ -21,6 +21,7 @@ class Figure:
         why_not: why it is not reproduced; the table is then empty.
         lines: for a picture, by label the points ``(x, y)``; none where the paper has a table.
         axes: of the picture: x, y, and ``"log"`` where x is logarithmic.
+        cases: names of the values 0, 1, ... of x, whose y are drawn as bars beside each other.
         command: that rebuilds it; left out, the one of the whole page.
     """
 
@@ -32,6 +33,7 @@ class Figure:
     why_not: str = ""
     lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     axes: tuple[str, str, str] = ("", "", "")
+    cases: Sequence[str] = ()
     command: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def section(key: str, figure: Mapping[str, Any], picture: str | None) -> list[st
 
 
 def draw(figure: Mapping[str, Any], path: Path) -> None:
-    """Draw the lines of a figure.
+    """Draw the lines of a figure, or bars where x has names.
 
     Args:
         figure: of `Figure.to_dict`.
@@ -93,9 +95,16 @@ def draw(figure: Mapping[str, Any], path: Path) -> None:
 
     canvas = Canvas(figsize=(6.4, 3.6), layout="constrained")
     axis = canvas.subplots()
-    for label, points in figure["lines"].items():
-        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
-    x, y, scale = figure["axes"]
+    cases, (x, y, scale) = figure.get("cases", ()), figure["axes"]
+    width = 0.8 / len(figure["lines"])  # of a bar
+    for i, (label, points) in enumerate(figure["lines"].items()):
+        if cases:
+            left = [case + width * (i - (len(figure["lines"]) - 1) / 2) for case, _ in points]
+            axis.bar(left, [value for _, value in points], width, label=label)
+        else:
+            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+    if cases:
+        axis.set_xticks(range(len(cases)), [case.replace(", ", "\n") for case in cases])
     axis.set_xlabel(x)
     axis.set_ylabel(y)
     if "log" in scale:

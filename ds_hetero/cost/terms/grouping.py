@@ -70,7 +70,7 @@ class GroupBy:
 
     def reduce(self, reduce: np.ufunc, values_I: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """``reduce`` (such as ``np.maximum``) over the items of every part: ``[..., I]`` to ``[..., P]``."""
-        return np.asarray(reduce.reduceat(values_I[..., self.order], self.starts, axis=-1))
+        return np.asarray(reduce.reduceat(values_I.take(self.order, axis=-1), self.starts, axis=-1))
 
 
 class Grouping:
@@ -110,7 +110,10 @@ class Grouping:
 
     def by_group(self, reduce: np.ufunc, values_D: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """``reduce`` (such as ``np.maximum``) over the ranks of every group: ``[..., D]`` to ``[..., K]``."""
-        return np.asarray(reduce.reduceat(values_D[..., self.order], self.offsets[:-1], axis=-1))
+        in_order_D = values_D.take(self.order, axis=-1)
+        if len(self.sizes) == len(self.order):
+            return in_order_D
+        return np.asarray(reduce.reduceat(in_order_D, self.offsets[:-1], axis=-1))
 
     @cached_property
     def transfers_of_heads(self) -> dict[tuple[int, float, bytes], tuple[Any, Any, Any]]:
@@ -145,7 +148,7 @@ class Grouping:
     def by_node(self, reduce: np.ufunc, values_N: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """``reduce`` over the node slices of every node: ``[..., N]`` to ``[..., nodes]``."""
         order, starts = self._slices_by_node
-        return np.asarray(reduce.reduceat(values_N[..., order], starts, axis=-1))
+        return np.asarray(reduce.reduceat(values_N.take(order, axis=-1), starts, axis=-1))
 
     @cached_property
     def sites(self) -> GroupBy:

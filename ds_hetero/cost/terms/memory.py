@@ -73,7 +73,7 @@ class MemoryParts:
     @property
     def total(self) -> Floats:
         """All parts."""
-        return np.asarray(sum(size for _, size in self.items()))
+        return np.asarray(sum(size for _, size in self.items() if not (isinstance(size, float) and size == 0)))
 
 
 PARTS = tuple(field.name for field in fields(MemoryParts))
@@ -182,30 +182,54 @@ def backward_moments(always: MemoryParts, layer: LayerMemory, logits: Bytes, *, 
     }
 
 
-def memory_moments(
-    model: ModelSpec, workload: Workload, grouping: Grouping, tokens_D: Floats, heads_D: Ints
-) -> Moments:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandingMemory:
+    """Memory of a job that shares sequences as far as tokens and heads do not matter."""
+
+    model: ModelSpec
+    workload: Workload
+    states: Mapping[str, Floats]  # of `state_bytes`
+    live: float  # gathered parameters
+    arriving: float  # parameters under way
+    bucket: float
+    gone_D: Floats  # of `_gone_at_first_gradient`
+    step_D: Floats  # of `_step_bytes`
+
+    @classmethod
+    def of(cls, model: ModelSpec, workload: Workload, cluster: Cluster) -> StandingMemory:
+        """Compute it once for all schedules."""
+        bucket = float(workload.buffers.reduce_bucket * workload.element_bytes if workload.zero_stage else 0)
+        if workload.adapter_rank:  # DeepSpeed makes no larger bucket than there are gradients
+            bucket = min(bucket, float(workload.element_bytes * trained_parameters(model, workload)))
+        live, arriving = _gathered(model, workload)
+        gone_D = _gone_at_first_gradient(workload, cluster.num_ranks)
+        return cls(
+            model=model,
+            workload=workload,
+            states=state_bytes(model, workload, cluster),
+            live=live,
+            arriving=arriving,
+            bucket=bucket,
+            gone_D=np.zeros_like(gone_D) if workload.micro_batches > 1 else gone_D,
+            step_D=_step_bytes(model, workload, cluster),
+        )
+
+
+def memory_moments(standing: StandingMemory, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
     """Memory of every rank of a job that shares sequences; leading dimensions of the arguments are kept."""
-    num_ranks = tokens_D.shape[-1]
-    states = state_bytes(model, workload, grouping.cluster)
+    model, workload, states = standing.model, standing.workload, standing.states
     stays = stays_on_device(grouping.cluster, model, workload, tokens_D)
-    element, stage = workload.element_bytes, workload.zero_stage
     layer = layer_memory(model, workload, LayerShare.of_sequence(model, workload, grouping, tokens_D, heads_D))
     activations = layer.kept_by_all
     if workload.activation_checkpointing:
         activations = (1 if workload.offload_activations else model.num_layers) * layer.given + stays.activations
-    live, arriving = _gathered(model, workload)
-    bucket = float(workload.buffers.reduce_bucket * element if stage else 0)
-    if workload.adapter_rank:  # DeepSpeed makes no larger bucket than there are gradients
-        bucket = min(bucket, float(element * trained_parameters(model, workload)))
-    gone = 0.0 if workload.micro_batches > 1 else _gone_at_first_gradient(workload, num_ranks) * activations
     resting = MemoryParts(**{name: states[name] + getattr(stays, name) for name in ("weights", "optimizer_state")})
     working = replace(
         resting,
-        gradients=np.maximum(states["gradients"] - gone, 0.0),
-        gathered=live,
+        gradients=np.maximum(states["gradients"] - standing.gone_D * activations, 0.0),
+        gathered=standing.live,
         activations=activations,
-        bucket=bucket,
+        bucket=standing.bucket,
     )
     backward = backward_moments(
         working,
@@ -213,14 +237,15 @@ def memory_moments(
         logit_bytes(model, workload, tokens_D),
         checkpointed=workload.activation_checkpointing,
     )
+    stage = workload.zero_stage
     return {
         **backward,
-        "loss": replace(backward["loss"], gathered=live + arriving),
+        "loss": replace(backward["loss"], gathered=standing.live + standing.arriving),
         "step": replace(
             resting,
             gradients=states["gradients"] if stage in (0, 3) else 0.0,
-            bucket=bucket if stage == 3 else 0.0,
-            step=_step_bytes(model, workload, grouping.cluster),
+            bucket=standing.bucket if stage == 3 else 0.0,
+            step=standing.step_D,
         ),
     }
 

@@ -206,18 +206,30 @@ def starts(problem: Problem, budget: EvaluationBudget, shortlist: Shortlist) -> 
         if problem.bound_s(active) >= least:
             continue
         idle = not active.all()
-        of_set = idle_budget if idle else budget
-        if of_set.is_spent(ONE_PARTITION):
-            continue
-        for groups in groupings(problem, active, M1_IDLE if idle and problem.num_ranks > EXHAUSTIVE_RANKS else M1):
-            if of_set.is_spent(ONE_PARTITION):
-                break
-            groups = with_idle(problem, groups, active)
-            assignment = best_assignment(problem, groups, active, of_set, shortlist.limit_s)
-            if assignment is not None:
-                shortlist.add(assignment)
-                least = min(least, assignment.time_s)
+        keep = M1_IDLE if idle and problem.num_ranks > EXHAUSTIVE_RANKS else M1
+        for assignment in of_partitions(problem, active, keep, idle_budget if idle else budget, shortlist):
+            least = min(least, assignment.time_s)
     return shortlist.best
+
+
+def of_partitions(
+    problem: Problem, active: Mask, keep: int, budget: EvaluationBudget, shortlist: Shortlist
+) -> Iterator[Assignment]:
+    """The best of each of ``keep`` partitions of a set of working ranks, as far as the budget goes; into the shortlist.
+
+    A set whose partitions were all looked at is in `Problem.looked_at`: none of them has more to give.
+    """
+    if budget.is_spent(ONE_PARTITION):
+        return
+    for groups in groupings(problem, active, keep):
+        if budget.is_spent(ONE_PARTITION):
+            return
+        groups = with_idle(problem, groups, active)
+        assignment = best_assignment(problem, groups, active, budget, shortlist.limit_s)
+        if assignment is not None:
+            shortlist.add(assignment)
+            yield assignment
+    problem.looked_at.add(active.tobytes())
 
 
 def best_assignment(

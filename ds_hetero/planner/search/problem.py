@@ -120,6 +120,11 @@ class Problem:
         return {}
 
     @cached_property
+    def looked_at(self) -> set[bytes]:
+        """Sets of working ranks all of whose partitions were looked at, as bytes of their masks."""
+        return set()
+
+    @cached_property
     def of_heads(self) -> dict[tuple[bytes, ...], Any]:
         """Values that moves from assignments of the same grouping and heads share; see `proposals`."""
         return {}

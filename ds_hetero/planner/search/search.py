@@ -16,8 +16,8 @@ from dataclasses import replace
 import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints
-from ds_hetero.planner.search.closed_forms import M1_IDLE, ONE_PARTITION, best_assignment, best_order, has_room, starts
-from ds_hetero.planner.search.partitions import active_sets, groupings, neighbours, with_idle
+from ds_hetero.planner.search.closed_forms import M1_IDLE, best_assignment, best_order, has_room, of_partitions, starts
+from ds_hetero.planner.search.partitions import active_sets, neighbours
 from ds_hetero.planner.search.problem import (
     EXHAUSTIVE_RANKS,
     FEW_RANKS,
@@ -119,20 +119,19 @@ def _with_other_ranks(problem: Problem, found: list[Assignment]) -> list[Assignm
 
 
 def _start_of_other_ranks(problem: Problem, best: Assignment) -> Assignment | None:
-    """The fastest start of other sets of working ranks, if it is faster than ``best`` as it stands."""
-    sets = [active for active in (best.tokens > 0, *active_sets(problem)) if problem.bound_s(active) < best.time_s]
-    sets = sorted(sets, key=problem.bound_s)[:MOST_SETS]
-    start, limit_s, budget = None, best.time_s * (1 - TIDY), EvaluationBudget.for_ranks(problem.num_ranks)
+    """The fastest start of sets of working ranks that were not looked at whole, if it is faster than ``best``."""
+    sets = (active for active in (best.tokens > 0, *active_sets(problem)) if active.tobytes() not in problem.looked_at)
+    sets = sorted((active for active in sets if problem.bound_s(active) < best.time_s), key=problem.bound_s)[:MOST_SETS]
+    to_beat = replace(best, time_s=best.time_s * (1 - TIDY))
+    budget, shortlist = EvaluationBudget.for_ranks(problem.num_ranks), Shortlist(1)
+    shortlist.add(to_beat)
     for i, active in enumerate(sets):
         of_set = budget.split(len(sets) - i)
-        for groups in groupings(problem, active, M1_IDLE):
-            if of_set.is_spent(ONE_PARTITION):
-                break
-            option = best_assignment(problem, with_idle(problem, groups, active), active, of_set, limit_s)
-            if option is not None and option.time_s < limit_s:
-                start, limit_s = option, option.time_s
+        for _ in of_partitions(problem, active, M1_IDLE, of_set, shortlist):
+            pass
         budget.left_s += of_set.left_s
-    return start
+    (start,) = shortlist.best
+    return None if start is to_beat else start
 
 
 def _once_more(problem: Problem, found: list[Assignment]) -> Iterator[Assignment]:
