@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_hetero.common.reading import JsonObject, shortened
-from ds_hetero.common.text import bytes_text, table_text, time_text
+from ds_hetero.common.text import bytes_text, framed_table, time_text
 from ds_hetero.cost.model import Prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.values.plans.plan import SCENARIO
@@ -103,7 +103,7 @@ def print_table(
         caption: below it.
         numbers: all columns but the first are aligned at the right.
     """
-    print(table_text(columns, rows, title, numbers=numbers))
+    print(framed_table(columns, rows, title, numbers=numbers))
     if caption is not None:
         print(caption)
 

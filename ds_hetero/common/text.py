@@ -75,7 +75,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def table_text(
+def framed_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str] | None],
     title: str | None = None,

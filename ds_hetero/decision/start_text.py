@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ds_hetero.cluster import Cluster
 from ds_hetero.common.reading import JsonObject
-from ds_hetero.common.text import GIB, bytes_text, table_text, time_text
+from ds_hetero.common.text import GIB, bytes_text, framed_table, time_text
 from ds_hetero.cost import Workload
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.decision.decide import Forecast
@@ -105,7 +105,7 @@ def _replica_table(forecast: Forecast, title_prefix: str) -> str:
                     f"{cost.capacity_bytes_D[own] / GIB:.2f}",
                 )
             )
-    return table_text(columns, rows, title, numbers=True, width=118)
+    return framed_table(columns, rows, title, numbers=True, width=118)
 
 
 def _prediction_lines(forecast: Forecast) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_hetero.common.text import table_text, time_text
+from ds_hetero.common.text import framed_table, time_text
 from ds_hetero.job.times import JobTimes, planned_step_s
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.plans import Plan
@@ -77,7 +77,7 @@ def times_table(seen: JobTimes, plan: Plan, utilization: Sequence[float | None],
         else:
             cells += [f"{rank.tokens_per_s:,.0f}", "" if mfu is None else f"{mfu:.1%}"]
         rows.append((str(number), *cells))
-    return "\n".join([table_text(columns, rows, title, numbers=True, width=100), *_prediction_lines(seen, plan)])
+    return "\n".join([framed_table(columns, rows, title, numbers=True, width=100), *_prediction_lines(seen, plan)])
 
 
 def _prediction_lines(seen: JobTimes, plan: Plan) -> list[str]:

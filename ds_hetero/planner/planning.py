@@ -285,7 +285,7 @@ def faster_with_fewer_ranks(cost: CostModel, planned: PlannedSchedule, layout: s
     for _ in range(_ROUNDS):
         limit_s = _WORTH * best.prediction.iteration_s
         kept = _fastest_look(cost, _most_promising(cost, best, limit_s), _OVER_SEARCH * limit_s, layout)
-        faster = _planned(cost, kept, layout) if kept else None
+        faster = _planned(cost, kept, layout)
         if faster is None or faster.prediction.iteration_s >= limit_s:
             break
         left, best = tuple(left[rank] for rank in kept), faster
@@ -335,9 +335,9 @@ def _most_promising(cost: CostModel, planned: PlannedSchedule, limit_s: float) -
 
 def _fastest_look(
     cost: CostModel, parts: Sequence[tuple[float, tuple[int, ...]]], limit_s: float, layout: str | None
-) -> tuple[int, ...] | None:
-    """The ranks that are fastest at a first look, if they take less than ``limit_s``; of `_most_promising`."""
-    fastest_of = None
+) -> tuple[int, ...]:
+    """The ranks of `_most_promising` that are fastest at a first look; none where none take less than ``limit_s``."""
+    fastest_of: tuple[int, ...] = ()
     for least_s, ranks in parts:
         if least_s >= limit_s:
             break
@@ -389,7 +389,9 @@ def _cost_of(cost: CostModel, ranks: Sequence[int]) -> CostModel:
 
 
 def _planned(cost: CostModel, ranks: Sequence[int], layout: str | None) -> PlannedSchedule | None:
-    """The best schedule of these ranks alone; None where nothing fits."""
+    """The best schedule of these ranks alone; None where nothing fits, and for no ranks."""
+    if not ranks:
+        return None
     reduced = _cost_of(cost, ranks)
     try:
         return plan(reduced.cluster, reduced.model, reduced.workload, cost_model=reduced.name, layout=layout)

@@ -93,7 +93,7 @@ def draw(figure: Mapping[str, Any], path: Path) -> None:
     """
     from matplotlib.figure import Figure as Canvas
 
-    canvas = Canvas(figsize=(6.4, 3.6), layout="constrained")
+    canvas = Canvas(figsize=(4.8, 3.2), layout="constrained")  # of a phone's width too
     axis = canvas.subplots()
     cases, (x, y, scale) = figure.get("cases", ()), figure["axes"]
     width = 0.8 / len(figure["lines"])  # of a bar
@@ -105,13 +105,21 @@ def draw(figure: Mapping[str, Any], path: Path) -> None:
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
     if cases:
         axis.set_xticks(range(len(cases)), [case.replace(", ", "\n") for case in cases])
+        axis.set_ylim(top=1.3 * axis.get_ylim()[1])  # room for the legend
     axis.set_xlabel(x)
     axis.set_ylabel(y)
     if "log" in scale:
+        values = sorted({value for points in figure["lines"].values() for value, _ in points})
         axis.set_xscale("log", base=2)
+        axis.set_xticks(values[:: -(-len(values) // 6)], labels=map(_in_k, values[:: -(-len(values) // 6)]))
     if "both" in scale:
         axis.set_yscale("log")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
+    axis.legend(fontsize=7, ncols=2 if cases else 1)
     path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.savefig(path, dpi=90)
+    canvas.savefig(path, dpi=140)
+
+
+def _in_k(value: float) -> str:
+    """``64K`` for 65,536; a number that is no multiple of 1,024 as it is."""
+    return f"{value:g}" if value % 1024 else f"{value / 1024:g}K"

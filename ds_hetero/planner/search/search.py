@@ -120,8 +120,8 @@ def _with_other_ranks(problem: Problem, found: list[Assignment]) -> list[Assignm
 
 def _start_of_other_ranks(problem: Problem, best: Assignment) -> Assignment | None:
     """The fastest start of sets of working ranks that were not looked at whole, if it is faster than ``best``."""
-    sets = (active for active in (best.tokens > 0, *active_sets(problem)) if active.tobytes() not in problem.looked_at)
-    sets = sorted((active for active in sets if problem.bound_s(active) < best.time_s), key=problem.bound_s)[:MOST_SETS]
+    left = [active for active in (best.tokens > 0, *active_sets(problem)) if active.tobytes() not in problem.looked_at]
+    sets = sorted((active for active in left if problem.bound_s(active) < best.time_s), key=problem.bound_s)[:MOST_SETS]
     to_beat = replace(best, time_s=best.time_s * (1 - TIDY))
     budget, shortlist = EvaluationBudget.for_ranks(problem.num_ranks), Shortlist(1)
     shortlist.add(to_beat)
