@@ -477,7 +477,7 @@ class _Passes:
             self._log.wait(self._log.collective("allreduce", sorted(self._stage.ranks), "tensor", (shape,)))
 
     def _layer(self, k: int, backward: bool) -> None:
-        """Attention of a sequence stage; tensor parallelism's sum, which is torch's, of a tensor stage."""
+        """Attention of a sequence stage; tensor parallelism's sum of a tensor stage."""
         attention = self._job.attention(self._stage, self._i, k)
         if attention is not None:
             attention.post(self._log, backward)

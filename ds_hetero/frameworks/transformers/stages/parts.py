@@ -2,7 +2,9 @@
 
 A model that is to be cut says in ``base_model_pp_plan`` of its configuration which modules its decoder runs in order.
 
-Tensor-parallel stages: transformers' own plan of a model, applied to the layers of one stage by torch's DTensor.
+Tensor-parallel stages: transformers' own plan of a model, applied to the layers of one stage. Parameters are torch's
+DTensors, which say how they are cut; layers compute with the local parts, since a layer of DTensors takes the host
+several times as long and adds up the gradient of one input once for every layer that takes it.
 Embedding and head are cut by words, which transformers' plans do not do: their head gathers all logits on every rank.
 """
 
@@ -15,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.runtime.cut_linear import CutLinears
 from ds_hetero.runtime.vocabulary import VocabularyPart, embed_part, project_to_part
 from ds_hetero.values.plans import Plan
 
@@ -77,7 +79,7 @@ def with_memory(layer: nn.Module, device: torch.device) -> nn.Module:
     return layer
 
 
-_STYLES: Mapping[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_COLUMNS, _ROWS = "colwise", "rowwise"
 _PARTIAL = "replicated_with_grad_allreduce"  # weights per head: whole on every rank, whose gradient is a summand
 
 
@@ -91,7 +93,7 @@ def check_tensor_model(model: nn.Module) -> None:
     pretrained = pretrained_of(model)
     name = type(pretrained).__name__
     styles = set(_plan_of(pretrained).values())
-    if unknown := styles - {*_STYLES, _PARTIAL}:
+    if unknown := styles - {_COLUMNS, _ROWS, _PARTIAL}:
         raise ModelError(f"{name} cannot run in tensor-parallel stages: its base_model_tp_plan has {sorted(unknown)}.")
     if not styles:
         raise ModelError(f"{name} cannot run in tensor-parallel stages: its configuration has no base_model_tp_plan.")
@@ -156,12 +158,44 @@ def cut_by_tensor_parallelism(pretrained: PretrainedModel, mesh: DeviceMesh) -> 
     """
     plan = _plan_of(pretrained)
     decoder = pretrained.base_model
-    modules = {name: module for name, module in decoder.named_modules() if isinstance(module, nn.Linear)}
-    styles = {name: style for name in modules if (style := _style_of_linear(name, plan)) in _STYLES}
-    parallelize_module(decoder, mesh, {name: _STYLES[style]() for name, style in styles.items()})
+    linears = CutLinears(mesh.get_group())
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Linear) and (style := _style_of_linear(name, plan)) in (_COLUMNS, _ROWS):
+            _cut_linear(module, style, mesh, linears)
     shards: dict[int, nn.Parameter] = {}
     _cut_by_words(pretrained.get_input_embeddings(), mesh, embed_part, shards)
     return _cut_by_words(pretrained.get_output_embeddings(), mesh, project_to_part, shards)
+
+
+def _cut_linear(module: nn.Linear, style: str, mesh: DeviceMesh, linears: CutLinears) -> None:
+    """Cut a linear layer by columns or rows, and let its class's own forward run on this rank's part."""
+    for name, whole in list(module.named_parameters(recurse=False)):
+        cut = Shard(0) if style == _COLUMNS else Shard(1) if name == "weight" else Replicate()
+        shard = distribute_tensor(whole.detach(), mesh, [cut])
+        module.register_parameter(name, nn.Parameter(shard, requires_grad=whole.requires_grad))
+
+    def columns(x: Tensor) -> Tensor:
+        return linears.columns(lambda taken: _with_local_parameters(module, taken), x)
+
+    def rows(x: Tensor) -> Tensor:
+        return linears.rows(lambda own: _with_local_parameters(module, own, bias=None), x, _local(module.bias))
+
+    module.forward = columns if style == _COLUMNS else rows  # type: ignore[assignment,method-assign]
+
+
+def _with_local_parameters(module: nn.Module, x: Tensor, **others: None) -> Tensor:
+    """The forward of a module's class with the local parts of its parameters, or ``others`` in their place."""
+    held = dict(module._parameters)
+    vars(module)["_parameters"].update({name: _local(whole) for name, whole in held.items()} | others)
+    try:
+        result: Tensor = type(module).forward(module, x)
+    finally:
+        module._parameters.update(held)
+    return result
+
+
+def _local(parameter: Tensor | None) -> Tensor | None:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _cut_by_words(
@@ -184,18 +218,14 @@ def _cut_by_words(
         setattr(module, name, shards[id(whole)])
 
     def of_class(x: Tensor) -> Tensor:
-        held, padding = dict(module._parameters), getattr(module, "padding_idx", None)
-        for name, whole in list(module.named_parameters(recurse=False)):
-            vars(module)["_parameters"][name] = whole.to_local() if isinstance(whole, DTensor) else whole
+        padding = getattr(module, "padding_idx", None)
         if padding is not None:  # its row gets no gradient
             vars(module)["padding_idx"] = padding - part.start if part.start <= padding < part.stop else None
         try:
-            result: Tensor = type(module).forward(module, x)
+            return _with_local_parameters(module, x)
         finally:
-            module._parameters.update(held)
             if padding is not None:
                 vars(module)["padding_idx"] = padding
-        return result
 
     module.forward = lambda x: run(of_class, x, part)
     return part
