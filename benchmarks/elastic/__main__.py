@@ -33,7 +33,7 @@ class Job(NamedTuple):
     stage: int  # of ZeRO
     workers: list[int]  # by node
     has_network: bool = False  # of its own; then fewer than half of the ranks wait, else any number goes on
-    by_trainer: bool = False
+    loop: str = "own"  # of `training.LOOPS`
     is_frozen: bool = False  # most of its parameters
 
 
@@ -47,9 +47,18 @@ JOBS = (
     Job(1, [2, 2, 2], has_network=True),
     Job(0, [2, 2, 1]),
     Job(3, [3, 3]),
-    Job(1, [1, 1, 1], by_trainer=True),
-    Job(3, [2, 1], by_trainer=True),
+    Job(1, [1, 1, 1], loop="trainer"),
+    Job(3, [2, 1], loop="trainer"),
     Job(3, [1, 1, 1], is_frozen=True),
+    Job(0, [2, 2, 2]),
+    Job(2, [3, 2], has_network=True),
+    Job(1, [1, 1, 1], loop="pipelines"),
+    Job(1, [2, 2, 2], loop="pipelines"),
+    Job(1, [1, 1, 1], loop="pipelines", is_frozen=True),
+    Job(1, [1, 1, 1], loop="accelerate"),
+    Job(3, [2, 1], loop="accelerate"),
+    Job(1, [2, 1], loop="sft"),
+    Job(3, [1, 1], loop="sft"),
 )
 
 
@@ -96,7 +105,7 @@ def run_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for line in FaultRun(cluster, draw, options.every, options.limit_s).run(
                     share, options.kinds, options.phases
                 ):
-                    yield {"stage": job.stage, "world": job.workers, "trainer": job.by_trainer, **line}
+                    yield {"stage": job.stage, "world": job.workers, "loop": job.loop, **line}
                     if time.monotonic() > end_s:
                         return
 
@@ -105,7 +114,7 @@ def run_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def cluster_of(job: Job, folder: Path, every: int, socket: Path | None, pause_s: float = 0.05) -> Iterator[Cluster]:
     """The nodes of a job while it is needed; ``socket`` is that of a warm server for jobs without a network."""
     arguments = ["--stage", str(job.stage), "--every", str(every), "--pause-s", str(pause_s)]
-    arguments += [*(["--trainer"] if job.by_trainer else []), *(["--frozen"] if job.is_frozen else [])]
+    arguments += [*([] if job.loop == "own" else ["--loop", job.loop]), *(["--frozen"] if job.is_frozen else [])]
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(network_of(len(job.workers))) if job.has_network else None
         cluster = Cluster(folder, job.workers, arguments, socket, network, keeps_majority=job.has_network)

@@ -1,68 +1,159 @@
-"""What being elastic costs while nothing fails: steps of the same job with and without, in turn, on an idle machine.
+"""What being elastic costs while nothing fails: steps of one job with saves and without, by turns, on an idle machine.
 
-    python -m benchmarks.elastic.cost --json              # k chosen by the job; at most 2 % is the goal
-    python -m benchmarks.elastic.cost --frozen --every 1  # most parameters frozen, as with LoRA; at most 1 %
+    python -m benchmarks.elastic.cost --time-s 130 --json              # k chosen by the job; at most 2 % is the goal
+    python -m benchmarks.elastic.cost --frozen --every 1 --time-s 130  # most parameters frozen, as with LoRA; 1 %
 
-Two ranks, one a node, over loopback. The first steps of each run, in which k is found, do not count.
+Two ranks, one a node, over loopback, with the agents, keepers and servers of an elastic job, whose own share of the
+processors is told beside. The first steps, in which k is found, do not count. Every pair of turns is printed as it
+comes, and all ends after ``--time-s``, starts included.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
+import math
 import os
-import signal
-import statistics
-import subprocess
+import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from benchmarks.elastic.nodes import Cluster, warm_server
-from ds_hetero.elastic.segments import SUFFIX, read_header
+from benchmarks.elastic.nodes import Cluster, children_of, warm_server
 
-_WARM_UP, _RANKS = 60, 2
-_START_LIMIT_S = 90.0
+_WARM_UP_STEPS, _LEAST_STEPS = 40, 10
+_RANKS = 2
+_END_S = 5.0  # that ending the job takes
 
 
-def _elastic(folder: Path, arguments: list[str], num_steps: int, socket: Path) -> tuple[float, int | None]:
-    """Seconds of a step of an elastic job, and the steps between its latest two saves."""
-    cluster = Cluster(folder, [1] * _RANKS, arguments, socket)
+class Turns:
+    """Turns of a job with saves and without, each of a whole number of times k steps.
+
+    A turn with saves begins one step before a save is due and ends when its last one is written and copied, so that all
+    that its saves delay falls into it. Of a turn without, nothing but a condition is left in each step.
+
+    Args:
+        snapshots: of the engine, a `Snapshots`.
+    """
+
+    def __init__(self, snapshots: Any, log: Callable[..., None]) -> None:
+        self._snapshots, self._log = snapshots, log
+        self._is_timed = False
+        self._begin, self._end, self._every = 0, _WARM_UP_STEPS, 1
+        self._begin_s = 0.0
+
+    def after_step(self, step: int) -> None:
+        """Note a step; where a turn is at its end, begin the next."""
+        if step < self._end:
+            return
+        had_saves = self._is_timed and not self._snapshots.is_paused
+        if self._is_timed:
+            if had_saves:
+                self._snapshots.wait()
+            seconds = time.perf_counter() - self._begin_s
+            saves = (step // self._every - self._begin // self._every) * had_saves
+            self._log("turn", steps=step - self._begin, seconds=seconds, every_steps=self._every, saves=saves)
+        if not had_saves:
+            self._every = self._snapshots.every_steps or 1
+        self._snapshots.is_paused = had_saves
+        self._is_timed = had_saves or (step + 1) % self._every == 0
+        self._begin, self._begin_s = step, time.perf_counter()
+        self._end = step + (self._every * math.ceil(_LEAST_STEPS / self._every) if self._is_timed else 1)
+
+
+def _pairs(cluster: Cluster, end_s: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Turns with saves and without, as rank 0 logs them, until it is time to end."""
+    seen = 0
+    while time.monotonic() < end_s:
+        turns = [event for event in cluster.events() if event["event"] == "turn"]
+        if len(turns) < 2 * seen + 2:
+            time.sleep(0.1)
+            continue
+        yield turns[2 * seen], turns[2 * seen + 1]
+        seen += 1
+
+
+def _helpers_s(cluster: Cluster) -> float:
+    """CPU seconds of all processes of the job but its workers, so far."""
+    pids = {pid for pid, line in children_of(os.getpid()).items() if "elastic.node.warm" in line}
+    for node in cluster.nodes:
+        pids |= set(node.all_pids()) - set(node.worker_pids())
+    return sum(_cpu_s(pid) for pid in pids)
+
+
+def _cpu_s(pid: int) -> float:
     try:
-        cluster.start()
-        seconds = _step_s(cluster, num_steps)
-        paths = cluster.nodes[0].place.folder.glob(f"own-*{SUFFIX}")
-        steps = sorted(header.save.step for path in paths if (header := read_header(path)) is not None)
-        return seconds, steps[-1] - steps[-2] if len(steps) > 1 else None
-    finally:
-        cluster.end()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _plain(folder: Path, arguments: list[str], num_steps: int) -> float:
-    """Seconds of a step of the same job by torchrun."""
-    cluster = Cluster(folder, [1] * _RANKS, arguments, None)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(_RANKS), "--master-port", "0"]
-    command += ["-m", "ds_hetero.run", str(cluster.script), "--events", str(cluster.log), *arguments, "--plain"]
-    with (folder / "plain.log").open("wb") as log:
-        job = subprocess.Popen(command, env=cluster.environment, cwd=Path(__file__).parents[2], stdout=log, stderr=log)
-    try:
-        return _step_s(cluster, num_steps)
-    finally:
-        job.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            job.wait(30)
-        job.kill()
+def _cost(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> float:
+    """How much longer a step takes with saves."""
+    with_s, without_s = (sum(pair[i]["seconds"] for pair in pairs) for i in (0, 1))
+    with_steps, without_steps = (sum(pair[i]["steps"] for pair in pairs) for i in (0, 1))
+    return float(with_s / with_steps / (without_s / without_steps)) - 1
 
 
-def _step_s(cluster: Cluster, num_steps: int) -> float:
-    last = _WARM_UP + num_steps
-    limit_s = _START_LIMIT_S + 2.0 * last
-    if not cluster.wait_for(lambda events: any(e["event"] == "step" and e["step"] >= last for e in events), limit_s):
-        raise RuntimeError(f"the job came to no step {last}; its logs are in {cluster.folder}")
-    times = {event["step"]: event["time"] for event in cluster.events() if event["event"] == "step"}
-    return float(times[last] - times[_WARM_UP]) / num_steps
+def _interval(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[float]:
+    """95 % of what other draws of the same pairs would have given."""
+    draw = random.Random(0)
+    costs = sorted(_cost(draw.choices(pairs, k=len(pairs))) for _ in range(1000))
+    return [round(costs[25], 4), round(costs[974], 4)]
+
+
+def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A line for each pair of turns, and one for all.
+
+    Raises:
+        RuntimeError: there was no pair within the time.
+    """
+    end_s = time.monotonic() + options.time_s - _END_S
+    arguments = ["--stage", str(options.stage), "--every", str(options.every), "--turns"]
+    arguments += ["--width", str(options.width), "--length", str(options.length)]
+    arguments += ["--frozen"] if options.frozen else []
+    pairs = []
+    with tempfile.TemporaryDirectory() as root, warm_server(Path(root), limit_s=options.time_s) as socket:
+        cluster = Cluster(Path(root), [1] * _RANKS, arguments, socket)
+        try:
+            cluster.start()
+            begin_s, busy_s = 0.0, 0.0
+            for pair in _pairs(cluster, end_s):
+                if not pairs:
+                    begin_s, busy_s = time.monotonic(), _helpers_s(cluster)
+                pairs.append(pair)
+                saving, plain = pair
+                yield {
+                    "step_s": round(plain["seconds"] / plain["steps"], 5),
+                    "cost": round(_cost([pair]), 4),
+                    **{name: saving[name] for name in ("steps", "every_steps", "saves")},
+                }
+            if not pairs:
+                raise RuntimeError(
+                    f"the job came to no pair of turns in {options.time_s:.0f} s: {_latest_log(cluster)}"
+                )
+            helpers = (_helpers_s(cluster) - busy_s) / (time.monotonic() - begin_s)
+        finally:
+            cluster.end()
+    step_s = sum(plain["seconds"] for _, plain in pairs) / sum(plain["steps"] for _, plain in pairs)
+    saves, steps = (sum(saving[name] for saving, _ in pairs) for name in ("saves", "steps"))
+    yield {
+        "pairs": len(pairs),
+        "step_s": round(step_s, 5),
+        "steps_per_save": round(steps / saves, 2),
+        "save_delays_s": round(_cost(pairs) * step_s * steps / saves, 5),
+        "cost": round(_cost(pairs), 4),
+        "cost_95": _interval(pairs),
+        "processors_of_helpers": round(helpers, 4),
+    }
+
+
+def _latest_log(cluster: Cluster) -> str:
+    return " | ".join(path.read_text()[-500:] for path in sorted(cluster.folder.glob("*.log")))
 
 
 def main() -> None:
@@ -72,25 +163,15 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=0, help="steps between two saves; 0 lets the job choose")
     parser.add_argument("--frozen", action="store_true")
     parser.add_argument("--width", type=int, default=384, help="of the model")
-    parser.add_argument("--steps", type=int, default=200, help="that are measured in each run")
-    parser.add_argument("--time-s", type=float, default=300.0, help="after which no further pair of runs begins")
+    parser.add_argument("--length", type=int, default=512, help="tokens of the longest sequence")
+    parser.add_argument("--time-s", type=float, default=130.0, help="after which all has ended")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    arguments = ["--stage", str(options.stage), "--every", str(options.every), "--width", str(options.width), "--bare"]
-    arguments += ["--frozen"] if options.frozen else []
-    begin_s, pair_s, plain, elastic, every = time.monotonic(), 0.0, [], [], []
-    with tempfile.TemporaryDirectory() as root, warm_server(Path(root)) as socket:
-        while not plain or time.monotonic() - begin_s + pair_s < options.time_s:
-            pair_began_s = time.monotonic()
-            folder = Path(root, str(len(plain)))
-            os.makedirs(folder / "elastic"), os.makedirs(folder / "plain")
-            plain.append(_plain(folder / "plain", arguments, options.steps))
-            seconds, steps = _elastic(folder / "elastic", arguments, options.steps, socket)
-            elastic.append(seconds), every.append(steps)
-            pair_s = time.monotonic() - pair_began_s
-    cost = statistics.median(elastic) / statistics.median(plain) - 1
-    line = {"plain_step_s": plain, "elastic_step_s": elastic, "every_steps": every, "cost": cost}
-    print(json.dumps(line) if options.json else "\n".join(f"{name}: {value}" for name, value in line.items()))
+    try:
+        for line in measure(options):
+            print(json.dumps(line) if options.json else ", ".join(f"{k} {v}" for k, v in line.items()), flush=True)
+    except RuntimeError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

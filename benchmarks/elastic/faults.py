@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import random
 import signal
@@ -12,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.elastic import loops, trainer, training
 from benchmarks.elastic.nodes import Cluster, Event, Node
-from benchmarks.elastic.trainer import train_alone as train_by_trainer
-from benchmarks.elastic.training import train_alone
 from ds_hetero.elastic.node.keeper import ask
 from ds_hetero.elastic.node.wire import token_of
 
@@ -164,9 +162,7 @@ class FaultRun:
             before = max((event["step"] for event in steps if event["time"] < ready[-1]["time"]), default=0)
             lost = max(0, before - ready[-1]["step"])
         if len(self._reference) < _last_step(events):
-            given, num_steps = self._cluster.arguments, _last_step(events) + 200
-            by_loop = functools.partial(train_alone, is_frozen="--frozen" in given)
-            self._reference = (train_by_trainer if "--trainer" in given else by_loop)(num_steps)
+            self._reference = self._train_alone(_last_step(events) + 200)
         after, self._num_judged = steps[self._num_judged :], len(steps)
         # A step that was saved, and killed before it was logged, is seen in the next one's numbers.
         saved = {event["step"] for event in events if event["event"] == "ready"}
@@ -175,15 +171,28 @@ class FaultRun:
             "lost_steps": lost,
             "steps_missing": len(missing),
             "steps": sum(event["event"] == "step" for event in after),
-            "loss_difference": max(self._worst(after, "loss"), self._worst(after, "logged")),
+            "loss_difference": max(self._worst(after, name) for name in ("loss", "logged", *trainer.OF_TOKENS)),
             "norm_difference": self._worst(after, "norm"),
             "parameter_difference": self._worst(after, "parameters"),
             "seconds": _phases(events, done_s),
         }
 
+    def _train_alone(self, num_steps: int) -> list[dict[str, float]]:
+        """The numbers of the same training in this process."""
+        given = self._cluster.arguments
+        loop, is_frozen = given[given.index("--loop") + 1] if "--loop" in given else "own", "--frozen" in given
+        if loop in ("trainer", "sft"):
+            return trainer.train_alone(num_steps, is_of_trl=loop == "sft")
+        if loop == "accelerate":
+            return loops.train_alone(num_steps)
+        if loop == "pipelines":
+            shape = {"layers": loops.LAYERS, "batch_size": loops.GLOBAL}
+            return training.train_alone(num_steps, is_frozen=is_frozen, **shape)
+        return training.train_alone(num_steps, is_frozen=is_frozen)
+
     def _worst(self, steps: list[Event], name: str) -> float:
         pairs = [(step[name], self._reference[step["step"] - 1][name]) for step in steps if name in step]
-        return max((abs(ours - theirs) / abs(theirs) for ours, theirs in pairs), default=0.0)
+        return max((abs(ours - theirs) / max(abs(theirs), 1e-12) for ours, theirs in pairs), default=0.0)
 
     def _status(self) -> dict[str, Any]:
         """What the keepers say, to explain a hang."""

@@ -34,7 +34,7 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _children(pid: int) -> dict[int, str]:
+def children_of(pid: int) -> dict[int, str]:
     """Process ids of the children of a process, with their command lines."""
     found = {}
     for entry in Path("/proc").iterdir():
@@ -120,13 +120,13 @@ class Node:
     def children(self, module: str) -> list[int]:
         """Process ids of its agents (``agent``), its keeper (``keeper``) or its server (``warm``)."""
         assert self.process is not None
-        return [pid for pid, line in _children(self.process.pid).items() if f"elastic.node.{module}" in line]
+        return [pid for pid, line in children_of(self.process.pid).items() if f"elastic.node.{module}" in line]
 
     def all_pids(self) -> list[int]:
         """All of its processes, those first that would start others again."""
         assert self.process is not None
         agents = self.children("agent")
-        clients = [pid for agent in agents for pid in _children(agent)]
+        clients = [pid for agent in agents for pid in children_of(agent)]
         rest = [*self.children("keeper"), *self.children("warm")]
         return [self.process.pid, *agents, *rest, *clients, *self.worker_pids()]
 
@@ -154,7 +154,41 @@ class Node:
             _signal(pid, number)
 
 
-class Cluster:
+class EventLog:
+    """Events that the processes of a job write, a line of JSON each.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.log = path
+        self.log.touch()
+        self._events: list[Event] = []
+        self._position = 0
+
+    def events(self) -> list[Event]:
+        """All events so far."""
+        with self.log.open() as file:
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith("\n"):
+                    break
+                self._position += len(line.encode())
+                self._events.append(json.loads(line))
+        return self._events
+
+    def wait_for(self, holds: Callable[[list[Event]], bool], limit_s: float) -> bool:
+        """Wait until something holds of the events; whether it did within the limit."""
+        end_s = time.monotonic() + limit_s
+        while time.monotonic() < end_s:
+            if holds(self.events()):
+                return True
+            time.sleep(0.03)
+        return False
+
+
+class Cluster(EventLog):
     """All nodes of a job.
 
     Args:
@@ -183,38 +217,15 @@ class Cluster:
         self.environment = environment_of_ranks()
         if network is not None:
             self.environment["GLOO_SOCKET_IFNAME"] = "eth0"
-        self.log = folder / "events.jsonl"
-        self.log.touch()
+        super().__init__(folder / "events.jsonl")
         self.nodes: list[Node] = []
         for number, count in enumerate(workers):
             self.nodes.append(Node(self, number, count))
-        self._events: list[Event] = []
-        self._position = 0
 
     def start(self) -> None:
         """Start all nodes."""
         for node in self.nodes:
             node.start()
-
-    def events(self) -> list[Event]:
-        """All events so far."""
-        with self.log.open() as file:
-            file.seek(self._position)
-            for line in file:
-                if not line.endswith("\n"):
-                    break
-                self._position += len(line.encode())
-                self._events.append(json.loads(line))
-        return self._events
-
-    def wait_for(self, holds: Callable[[list[Event]], bool], limit_s: float) -> bool:
-        """Wait until something holds of the events; whether it did within the limit."""
-        end_s = time.monotonic() + limit_s
-        while time.monotonic() < end_s:
-            if holds(self.events()):
-                return True
-            time.sleep(0.03)
-        return False
 
     @property
     def num_workers(self) -> int:
@@ -237,7 +248,13 @@ class Cluster:
 def environment_of_ranks() -> dict[str, str]:
     """Of everything that is started here."""
     path = os.pathsep.join(filter(None, [str(_REPOSITORY), os.environ.get("PYTHONPATH")]))
-    fixed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    fixed = {
+        "ACCELERATE_USE_CPU": "false",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": "ignore",
+    }
     token = {"DS_HETERO_ELASTIC_TOKEN": os.environ.get("DS_HETERO_ELASTIC_TOKEN", secrets.token_hex(16))}
     return {**os.environ, **token, **fixed}
 

@@ -1,7 +1,8 @@
-"""The benchmark's job by the Hugging Face Trainer, and the same in one process without DeepSpeed."""
+"""The benchmark's job by the Hugging Face Trainer, or TRL's, and the same in one process without DeepSpeed."""
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import time
@@ -10,25 +11,40 @@ from typing import Any
 
 import torch
 
-from benchmarks.elastic.training import CLIP, LR, make_loader, make_model, norm_of
+from benchmarks.elastic.training import CLIP, LENGTH, LR, VOCAB, make_loader, make_model, norm_of
 
+OF_TOKENS = ("entropy", "mean_token_accuracy", "num_tokens")  # that TRL logs
 _LOG_EVERY = 3  # so that a fault comes between the steps of a mean
 
 
 def train(
-    config: dict[str, Any] | None, num_steps: int, world_size: int, log: Callable[..., None], pause_s: float = 0.0
+    config: dict[str, Any] | None,
+    num_steps: int,
+    world_size: int,
+    log: Callable[..., None],
+    pause_s: float = 0.0,
+    *,
+    is_of_trl: bool = False,
 ) -> None:
     """Train, and log every step.
 
     Args:
         config: of DeepSpeed; None for one process without.
         pause_s: after each step.
+        is_of_trl: by TRL's SFTTrainer, which logs numbers of tokens besides.
     """
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-    class Observed(Trainer):  # type: ignore[misc]
+    kind, arguments_of, more = Trainer, TrainingArguments, {}
+    if is_of_trl:
+        from trl import SFTConfig, SFTTrainer
+
+        kind, arguments_of = SFTTrainer, functools.partial(SFTConfig, max_length=LENGTH, gradient_checkpointing=False)
+        more = {"processing_class": _tokenizer()}
+
+    class Observed(kind):  # type: ignore[misc,valid-type]
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             self.step_loss = super().training_step(*args, **kwargs)
             return self.step_loss
@@ -46,14 +62,16 @@ def train(
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if state.is_world_process_zero and logs and "loss" in logs:
-                log("log", step=state.global_step, logged=float(logs["loss"]), norm=float(logs.get("grad_norm", 0.0)))
+                of_tokens = {name: float(logs[name]) for name in OF_TOKENS if name in logs}
+                numbers = {"logged": float(logs["loss"]), "norm": float(logs.get("grad_norm", 0.0)), **of_tokens}
+                log("log", step=state.global_step, **numbers)
 
     parallelism = None
     if world_size > 1:
         handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
         parallelism = ParallelismConfig(sp_backend="deepspeed", sp_size=world_size, sp_handler=handler)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
+        arguments = arguments_of(
             output_dir=folder,
             max_steps=num_steps,
             per_device_train_batch_size=1,
@@ -69,8 +87,14 @@ def train(
             report_to=[],
             disable_tqdm=True,
             dataloader_pin_memory=False,
+            bf16=False,
         )
-        trainer = Observed(model=make_model(), args=arguments, train_dataset=make_loader().dataset, callbacks=[Steps()])
+        dataset = make_loader().dataset
+        if is_of_trl:
+            from datasets import Dataset
+
+            dataset = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in dataset])
+        trainer = Observed(model=make_model(), args=arguments, train_dataset=dataset, callbacks=[Steps()], **more)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
 
@@ -85,7 +109,16 @@ def _whole_parameters(trainer: Any, config: dict[str, Any] | None) -> list[torch
     return [p if w is None else w for w, p in zip(whole, parameters, strict=True)]
 
 
-def train_alone(num_steps: int) -> list[dict[str, float]]:
+def _tokenizer() -> Any:
+    """One word per id; TRL wants to see a tokenizer, though the samples are ids already."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="2")
+
+
+def train_alone(num_steps: int, *, is_of_trl: bool = False) -> list[dict[str, float]]:
     """The numbers of every step in this process; those of a log with the step that it was made at."""
     rows: list[dict[str, float]] = []
 
@@ -93,8 +126,8 @@ def train_alone(num_steps: int) -> list[dict[str, float]]:
         if event == "step":
             rows.append({name: numbers[name] for name in ("loss", "parameters")})
         elif event == "log":
-            rows[-1] |= {name: numbers[name] for name in ("logged", "norm")}
+            rows[-1] |= {name: numbers[name] for name in ("logged", "norm", *OF_TOKENS) if name in numbers}
 
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    train(None, num_steps, 1, log)
+    train(None, num_steps, 1, log, is_of_trl=is_of_trl)
     return rows

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from torch import Tensor, nn
 
 VOCAB, LENGTH = 64, 64
 LR, CLIP, SAMPLES = 1e-4, 1.0, 40
+LOOPS = ("own", "pipelines", "accelerate", "trainer", "sft")
 SPEEDS = (4.0, 3.0, 2.0, 1.0, 1.0, 1.0)  # of ranks; emulated in the plan alone
 
 
-def make_model(*, is_frozen: bool = False, width: int = 48) -> Any:
-    """Two layers of Llama with dropout of nothing, the same weights everywhere.
+def make_model(*, is_frozen: bool = False, width: int = 48, length: int = LENGTH, layers: int = 2) -> Any:
+    """A few layers of Llama with dropout of nothing, the same weights everywhere.
 
     Args:
         is_frozen: whether the projections of queries and values alone are trained, as adapters would be.
+        length: tokens of the longest sequence.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -32,10 +35,10 @@ def make_model(*, is_frozen: bool = False, width: int = 48) -> Any:
             vocab_size=VOCAB,
             hidden_size=width,
             intermediate_size=2 * width,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=12,
             num_key_value_heads=6,
-            max_position_embeddings=128,
+            max_position_embeddings=max(128, length),
             attn_implementation="sdpa",
         )
     )
@@ -44,17 +47,29 @@ def make_model(*, is_frozen: bool = False, width: int = 48) -> Any:
     return model
 
 
-def make_loader() -> Any:
+def make_loader(length: int = LENGTH, batch_size: int = 1) -> Any:
     """Sequences of many lengths, shuffled anew in every epoch by a generator of the loader's own."""
     drawn = torch.Generator().manual_seed(3)
-    rows = [torch.randint(0, VOCAB, (LENGTH // 2 + 7 * i % (LENGTH // 2),), generator=drawn) for i in range(SAMPLES)]
+    rows = [torch.randint(0, VOCAB, (length // 2 + 7 * i % (length // 2),), generator=drawn) for i in range(SAMPLES)]
     data = [{"input_ids": row, "labels": row} for row in rows]
     return torch.utils.data.DataLoader(
         data,
-        batch_size=1,
+        batch_size=batch_size,
         shuffle=True,
         generator=torch.Generator().manual_seed(7),  # type: ignore[arg-type]
+        collate_fn=None if batch_size == 1 else _padded,
     )
+
+
+def _padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Rows of many lengths as one batch; padding takes no part in attention or loss."""
+    pad = nn.utils.rnn.pad_sequence
+    ids = [row["input_ids"] for row in rows]
+    return {
+        "input_ids": pad(ids, batch_first=True),
+        "labels": pad([row["labels"] for row in rows], batch_first=True, padding_value=-100),
+        "attention_mask": pad([torch.ones_like(one) for one in ids], batch_first=True),
+    }
 
 
 def make_scheduler(optimizer: Any) -> Any:
@@ -62,11 +77,13 @@ def make_scheduler(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
 
 
-def train_alone(num_steps: int, *, is_frozen: bool = False) -> list[dict[str, float]]:
+def train_alone(
+    num_steps: int, *, is_frozen: bool = False, layers: int = 2, batch_size: int = 1
+) -> list[dict[str, float]]:
     """Loss, gradient norm and parameter norm of every step, in this process."""
-    model, rows = make_model(is_frozen=is_frozen), []
+    model, rows = make_model(is_frozen=is_frozen, layers=layers), []
     optimizer = torch.optim.AdamW(trained(model), lr=LR)
-    scheduler, loader = make_scheduler(optimizer), make_loader()
+    scheduler, loader = make_scheduler(optimizer), make_loader(batch_size=batch_size)
     while len(rows) < num_steps:
         for batch in loader:
             loss = model(**batch).loss
@@ -89,7 +106,7 @@ def norm_of(parameters: list[Tensor]) -> float:
     return math.sqrt(sum(float(parameter.detach().double().square().sum()) for parameter in parameters))
 
 
-def _section(world_size: int, stage: int, every_steps: int, *, is_plain: bool) -> dict[str, Any]:
+def _section(options: argparse.Namespace, world_size: int) -> dict[str, Any]:
     nodes = [
         {"name": f"n{i}", "device": f"d{i}", "count": 1, "link": {"bandwidth_gb_per_s": 1000, "latency_us": 1}}
         for i in range(world_size)
@@ -105,10 +122,10 @@ def _section(world_size: int, stage: int, every_steps: int, *, is_plain: bool) -
     network = {"bandwidth_gb_per_s": 1000, "latency_us": 1}
     return {
         "cluster": {"nodes": nodes, "network": network, "devices": devices},
-        "seq_len": LENGTH,
-        **({"zero_partition": list(SPEEDS[:world_size])} if stage else {}),
+        "seq_len": options.length,
+        **({"zero_partition": list(SPEEDS[:world_size])} if options.stage else {}),
         "verify": "off",
-        **({} if is_plain else {"elastic": {"every_steps": every_steps} if every_steps else {}}),
+        "elastic": {"every_steps": options.every} if options.every else {},
     }
 
 
@@ -119,17 +136,22 @@ def _configuration(options: argparse.Namespace, world_size: int) -> dict[str, An
         "zero_optimization": {"stage": options.stage},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        "heterogeneity": _section(world_size, options.stage, options.every, is_plain=options.plain),
+        "heterogeneity": _section(options, world_size),
     }
 
 
-class _Log:
+def _say_nothing(event: str, **details: Any) -> None:
+    pass
+
+
+class JsonLog:
     """Events of all ranks, a line each."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def __call__(self, event: str, **details: Any) -> None:
+        """Write an event."""
         line = {"event": event, "time": time.time(), "pid": os.getpid(), **details}
         line["agent"] = os.environ.get("DS_HETERO_ELASTIC_AGENT")
         with self._path.open("a") as file:
@@ -144,14 +166,14 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10**9)
     parser.add_argument("--frozen", action="store_true", help="most parameters are not trained")
-    parser.add_argument("--trainer", action="store_true", help="by the HF Trainer, not by a loop of one's own")
+    parser.add_argument("--loop", choices=LOOPS, default="own")
     parser.add_argument("--pause-s", type=float, default=0.05)
     parser.add_argument("--width", type=int, default=48)
-    parser.add_argument("--plain", action="store_true", help="not elastic")
-    parser.add_argument("--bare", action="store_true", help="log nothing of a step but its loss, and do not pause")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of the longest sequence")
+    parser.add_argument("--turns", action="store_true", help="log no step: time them by turns with and without saves")
     parser.add_argument("--local_rank", type=int)
     options = parser.parse_args()
-    log = _Log(options.events)
+    log = JsonLog(options.events)
     log("spawn")
     import deepspeed
     import torch.distributed as dist
@@ -163,12 +185,10 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     log("init", rank=rank, world_size=world_size)
-    if options.trainer:
-        from benchmarks.elastic.trainer import train
-
-        train(_configuration(options, world_size), options.steps, world_size, log, options.pause_s)
+    if options.loop != "own":
+        _train_by(options, handle, world_size, log)
         return
-    model = make_model(is_frozen=options.frozen, width=options.width)
+    model = make_model(is_frozen=options.frozen, width=options.width, length=options.length)
     optimizer = torch.optim.AdamW(trained(model), lr=LR)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -177,24 +197,42 @@ def main() -> None:
         config=_configuration(options, world_size),
     )
     log("built", rank=rank, world_size=world_size)
-    loader = handle.elastic(handle.dataloader(make_loader()))
+    loader = handle.elastic(handle.dataloader(make_loader(options.length)))
     log("ready", rank=rank, world_size=world_size, step=engine.global_steps)
     _train(handle, engine, loader, options, log)
     log("done", rank=rank, step=engine.global_steps)
 
 
-def _train(handle: Any, engine: Any, loader: Any, options: argparse.Namespace, log: _Log) -> None:
+def _train_by(options: argparse.Namespace, handle: Any, world_size: int, log: Callable[..., None]) -> None:
+    """By another loop than one's own over one replica."""
+    from benchmarks.elastic import loops, trainer
+
+    config = _configuration(options, world_size)
+    if options.loop == "pipelines":
+        loops.train_pipelines(handle, config, options.steps, log, options.pause_s, is_frozen=options.frozen)
+    elif options.loop == "accelerate":
+        loops.train_by_accelerate(handle, config, options.steps, world_size, log, options.pause_s)
+    else:
+        trainer.train(config, options.steps, world_size, log, options.pause_s, is_of_trl=options.loop == "sft")
+
+
+def _train(handle: Any, engine: Any, loader: Any, options: argparse.Namespace, log: JsonLog) -> None:
     import torch.distributed as dist
     from deepspeed.utils import safe_get_full_fp32_param
 
+    turns = None
+    if options.turns:
+        from benchmarks.elastic.cost import Turns
+
+        turns = Turns(handle.registry.latest.elastic.snapshots, log if dist.get_rank() == 0 else _say_nothing)
     while engine.global_steps < options.steps:
         for batch in loader:
             loss = handle.loss(engine(**batch), batch)
             engine.backward(loss)
             engine.step()
-            if options.bare:
-                if dist.get_rank() == 0:
-                    log("step", step=engine.global_steps, loss=loss.item())
+            if turns is not None:
+                loss.item()
+                turns.after_step(engine.global_steps)
                 continue
             parameters = trained(engine.module)
             whole = [safe_get_full_fp32_param(parameter) for parameter in parameters]

@@ -13,6 +13,7 @@ choose_slot     where a rank writes, so that the committed save is never overwri
 committed_step  what all ranks have, each on its own node and in its copies
 whole_saves     of which saves every part is held by somebody who is left
 place_copies    which nodes hold the copies of a part
+slot_bytes      what that takes of every node's memory
 """
 
 from __future__ import annotations
@@ -240,3 +241,12 @@ def place_copies(parts: Sequence[Part], free_bytes: Mapping[str, int], copies: i
         for node in places[part.rank]:
             left[node] -= len(SLOTS) * part.num_bytes
     return places
+
+
+def slot_bytes(parts: Sequence[Part], places: Mapping[int, Sequence[str]]) -> dict[str, int]:
+    """Bytes that every node needs for its own parts and the copies that it holds, two slots of each."""
+    need = dict.fromkeys((part.node for part in parts), 0)
+    for part in parts:
+        for node in {part.node, *places[part.rank]}:
+            need[node] += len(SLOTS) * part.num_bytes
+    return need

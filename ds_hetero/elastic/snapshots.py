@@ -3,7 +3,7 @@
     before_step()   waits until the thread has copied what the step is about to change
     after_step()    one all-reduce; every k steps the newest save that all have is committed, and the next is taken
 
-A copy that is under way when the next save is due is waited for, so at most 2k - 1 steps are lost.
+Before a step after which a save is due, the one under way is waited for, so at most 2k - 1 steps are lost.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ds_hetero.elastic.segments import (
     choose_slot,
     place_copies,
     read_header,
+    slot_bytes,
 )
 from ds_hetero.elastic.worker import Worker
 from ds_hetero.errors import ConfigError
@@ -41,6 +42,10 @@ logger = logging.getLogger(__name__)
 _FIRST_EVERY = 1  # steps, until the cost of a save and of a step is known
 _SEND_AGAIN = 3  # a keeper that was killed is back in a second
 _PAUSE_S = 0.5
+
+
+Cards = Mapping[str, Sequence[str | None]]
+"""What the drivers of machines call their cards, by name of the machine; None where one is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,10 @@ class Snapshots:
     Args:
         group: all ranks, over gloo.
         say: tells an event, on rank 0.
+        pays: whether it does to let machines in, by their cards; asked on rank 0.
+
+    Attributes:
+        is_paused: no step is saved, as a benchmark has it that compares.
     """
 
     def __init__(
@@ -81,8 +90,10 @@ class Snapshots:
         rules: SaveRules,
         take: Callable[[], Content],
         say: Callable[..., None],
+        pays: Callable[[Cards], bool] = lambda _: True,
     ) -> None:
         self._worker, self._group, self._rules, self._take, self._say = worker, group, rules, take, say
+        self._pays = pays
         self.every_steps = rules.every_steps
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._files = {slot: SegmentFile(self._path(slot)) for slot in SLOTS}
@@ -94,29 +105,42 @@ class Snapshots:
         self._is_copied = threading.Event()
         self._is_copied.set()
         self._done_step = self.committed_step = -1
+        self._latest_step = 0 if rules.resumed is None else rules.resumed.step
         self._leaving: str | None = None  # why all ranks end
         self._pace = Pace()
         self._last_step_s: float | None = None
         self._is_busy = False  # whether a save was under way when the latest step began
         self.times: dict[str, float] = {}
+        self.is_paused = False
 
     def _path(self, slot: str) -> Path:
         return self._worker.place.folder / f"own-{self._worker.name}-{slot}{SUFFIX}"
 
     def before_step(self) -> None:
-        """Wait until nothing is left to copy of what the step changes."""
+        """Wait until nothing is left to copy of what the step changes, or of the save before where one is due."""
         self.leave_if_due()
         self._is_copied.wait()
+        if self._is_due(self._latest_step + 1):
+            self.wait()
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a save is, after a step; several may have been done since the latest one that was noted."""
+        every = self.every_steps or _FIRST_EVERY
+        return step // every > self._latest_step // every
 
     def after_step(self, step: int) -> None:
         """Commit and save if they are due; leave if a rank was given notice, or somebody waits to join.
 
         Collectives: one all_reduce of four integers; `on_all_ranks` at the first save.
         """
-        self._worker.step = step
-        is_due = step % (self.every_steps or _FIRST_EVERY) == 0
+        self._worker.note_step(step)
+        if self.is_paused:
+            self._last_step_s = None
+            return
+        is_due = self._is_due(step)
+        self._latest_step = step
         if is_due or self._worker.has_notice:
-            self._wait_for_thread()
+            self.wait()
         newcomers = self._newcomers() if is_due and self._rank == 0 else []
         leaving, joining, minus_done, needed = self._agree(
             int(self._worker.has_notice), int(bool(newcomers)), -self._done_step, self._pace.needed_steps()
@@ -132,7 +156,8 @@ class Snapshots:
         now_s = time.perf_counter()
         is_under_way = self._thread is not None and self._thread.is_alive()
         if self._last_step_s is not None:
-            self._pace.add_step(now_s - self._last_step_s, is_busy=self._is_busy or is_under_way or is_due)
+            seconds = now_s - self._last_step_s
+            self._pace.add_step(seconds, begins=is_due, is_busy=self._is_busy or is_under_way or is_due)
         self._last_step_s, self._is_busy = now_s, is_under_way
 
     def _agree(self, *numbers: int) -> list[int]:
@@ -142,12 +167,14 @@ class Snapshots:
 
     def _newcomers(self) -> list[str]:
         try:
-            names: list[str] = self._worker.ask_meeting({"do": "newcomers"})["newcomers"]
+            answer = self._worker.ask_meeting({"do": "newcomers"})
         except OSError:
             return []
-        return names
+        names: list[str] = answer["newcomers"]
+        return names if names and self._pays(answer["cards"]) else []
 
-    def _wait_for_thread(self) -> None:
+    def wait(self) -> None:
+        """Wait until the save that is under way, if any, is written and copied."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -186,7 +213,7 @@ class Snapshots:
 
     def _save(self, step: int) -> None:
         """Capture the state, and let a thread do the rest."""
-        self._wait_for_thread()
+        self.wait()
         begin_s = time.perf_counter()
         content = self._take()
         if self._targets is None:
@@ -273,8 +300,9 @@ class Snapshots:
             )
 
         self._peers = list(on_all_ranks(describe, self._group))
-        self._targets = self._targets_by_rank()[self._rank]
-        need = expected_bytes(self._peers, self._targets_by_rank())
+        targets = self._targets_by_rank()
+        self._targets = targets[self._rank]
+        need = slot_bytes(self._parts(), {rank: [peer.node for peer in of] for rank, of in targets.items()})
         for peer in self._peers:
             if need[peer.node] > peer.free_bytes:
                 raise ConfigError(
@@ -288,12 +316,15 @@ class Snapshots:
     def _targets_by_rank(self) -> dict[int, list[Peer]]:
         """By rank, peers on the nodes that may hold its copies; the first ``copies`` of them do."""
         by_node = {peer.node: peer for peer in reversed(self._peers)}
-        parts = [Part(rank=r, node=peer.node, num_bytes=peer.num_bytes) for r, peer in enumerate(self._peers)]
+        parts = self._parts()
         free = {node: peer.free_bytes for node, peer in by_node.items()}
         for part in parts:
             free[part.node] -= len(SLOTS) * part.num_bytes
         places = place_copies(parts, free, self._rules.copies)
         return {rank: [by_node[node] for node in nodes] for rank, nodes in places.items()}
+
+    def _parts(self) -> list[Part]:
+        return [Part(rank=r, node=peer.node, num_bytes=peer.num_bytes) for r, peer in enumerate(self._peers)]
 
     def leave_if_due(self) -> None:
         """End this process, as all ranks do, if it was agreed on: the save of the latest step is committed first.
@@ -304,7 +335,7 @@ class Snapshots:
         """
         if self._leaving is None:
             return
-        self._wait_for_thread()
+        self.wait()
         _, _, minus_done, _ = self._agree(0, 0, -self._done_step, 0)
         self._say("leave", step=self._worker.step, committed=-minus_done, reason=self._leaving)
         self._worker.leave()
@@ -312,12 +343,3 @@ class Snapshots:
 
 def _copy_prefix(peer: Peer) -> str:
     return f"from-{peer.name}-"
-
-
-def expected_bytes(peers: list[Peer], targets: dict[int, list[Peer]]) -> dict[str, int]:
-    """Bytes that every node needs for its own parts and the copies that it holds, two slots of each."""
-    need = dict.fromkeys((peer.node for peer in peers), 0)
-    for rank, peer in enumerate(peers):
-        for node in {peer.node, *(target.node for target in targets[rank])}:
-            need[node] += len(SLOTS) * peer.num_bytes
-    return need

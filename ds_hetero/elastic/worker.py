@@ -87,22 +87,30 @@ class Worker:
         return self.place.read(f"broken-{self.round_number}.json") is not None
 
     def _beat(self) -> None:
-        beat = {"pid": os.getpid(), "round": self.round_number}
         while True:
-            with contextlib.suppress(OSError):  # the node's folder is gone, and so is the node
-                self.place.write(f"beat-{self.name}.json", beat)
+            self._show_life()
             time.sleep(_BEAT_S)
 
-    def note_error(self, text: str, *, is_refusal: bool) -> None:
+    def _show_life(self) -> None:
+        with contextlib.suppress(OSError):  # the node's folder is gone, and so is the node
+            self.place.show_life(self.name, os.getpid(), self.round_number, has_stepped=self.step >= 0)
+
+    def note_step(self, step: int) -> None:
+        """Note an optimizer step; the first one shows that the round came to something."""
+        is_first, self.step = self.step < 0, step
+        if is_first:
+            self._show_life()
+
+    def note_error(self, text: str, *, is_refusal: bool = False, is_of_peer: bool = False) -> None:
         """Leave behind why this process ends, for its agent.
 
         Args:
             is_refusal: another start would end in the same way.
+            is_of_peer: it ends because another one has ended, or cannot be reached.
         """
+        end = {"error": text, "is_refusal": is_refusal and self.step < 0, "is_of_peer": is_of_peer, "step": self.step}
         with contextlib.suppress(OSError):
-            self.place.write(
-                f"end-{self.name}.json", {"error": text, "is_refusal": is_refusal and self.step < 0, "step": self.step}
-            )
+            self.place.write(f"end-{self.name}.json", end)
 
     def note_success(self) -> None:
         """Leave behind that the script has come to its end."""

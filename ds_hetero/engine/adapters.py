@@ -6,7 +6,7 @@ others there, in `Registry.adapters`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ds_hetero.common.reading import JsonObject
 from ds_hetero.decision.facts import ModelFacts
 from ds_hetero.engine.forward_mode import Wanted
 from ds_hetero.engine.patching import Function, Patches
@@ -155,6 +156,34 @@ class SplitModel(Protocol):
 FindSplit = Callable[[nn.Module], SplitModel | None]
 
 
+class ElasticState(Protocol):
+    """The state of an engine that outlives its process.
+
+    Attributes:
+        events: of the job, oldest first, on rank 0: ``kind``, ``time`` in seconds since 1970, ``ranks``, and more.
+    """
+
+    events: list[JsonObject]
+
+    def resume(self, objects: Mapping[str, Any]) -> int | None:
+        """Put back the newest save, with the script's ``objects``; the step that the job goes on from, if any."""
+
+    def go_on(self, objects: Mapping[str, Any], found: Any) -> None:
+        """Put back a save that was ``found`` before; from here on `after_step` is called by the caller."""
+
+    def around_step(self, step: Callable[[], Any]) -> Any:
+        """Take an engine's step."""
+
+    def after_step(self, step: int) -> None:
+        """Commit and save what is due."""
+
+    def end_batch(self) -> None:
+        """Save what is due where a loop of its own asks for the next batch."""
+
+    def leave_if_due(self) -> None:
+        """End this process between two steps, if all ranks have agreed to."""
+
+
 class StagedModel(Protocol):
     """A model that was cut into stages of pipelines, of which this rank has one; a `StageCompute` of its passes."""
 
@@ -163,6 +192,7 @@ class StagedModel(Protocol):
     dtype: torch.dtype
     is_writer: bool
     measures: Tensor | None
+    elastic: ElasticState | None
 
     @property
     def model(self) -> nn.Module:
@@ -252,6 +282,9 @@ class ProcessAdapter(Protocol):
     def asks_for_engine(self, accelerator: Any) -> bool:
         """Whether an Accelerator was made with a configuration that asks for this engine."""
 
+    def objects_of_script(self) -> dict[str, Any]:
+        """Return all that the latest Accelerator would write into a checkpoint beside the engine, by name."""
+
     def size_of_accelerate(self) -> int | None:
         """The sequence-parallel size that accelerate was given; None where there is none."""
 
@@ -286,6 +319,12 @@ class TrainerAdapter(Protocol):
 
     def averages_router_losses(self, trainer: object) -> bool:
         """Whether a trainer takes the mean of the routers' losses of a step's micro-batches; others add them up."""
+
+    def running_state(self, trainer: object) -> dict[str, Any]:
+        """Return all that a trainer has beside its checkpoints. Raises `ConfigError` where more would be lost."""
+
+    def set_running_state(self, trainer: object, state: dict[str, Any]) -> None:
+        """Put back what `running_state` returned."""
 
     def note_constructed(
         self, trainer: Any, patches: Patches, find_split: FindSplit, processes: ProcessAdapter

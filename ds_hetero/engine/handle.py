@@ -154,7 +154,8 @@ class Handle:
 
         Args:
             loader: from `dataloader`.
-            extra: further state of the script, by name: objects with ``state_dict`` and ``load_state_dict``.
+            extra: further state of the script, by name: objects with ``state_dict`` and ``load_state_dict``. It is
+                saved when the loop asks for the next batch.
 
         Returns:
             A loader of the same batches, whose first epoch begins at the next sample.
@@ -163,15 +164,19 @@ class Handle:
             ConfigError: something cannot be kept.
             CheckpointError: the memory holds a state of another model, or of another global batch.
         """
-        job = self._prepared.elastic
-        wrapped = ElasticLoader(loader, (lambda: None) if job is None else job.leave_if_due)
+        model = self.registry.latest_model if self._model is None else self._model
+        if model is None or not self.registry.is_pipelined(model):
+            model = self._prepared.model.model
+        job = self.registry.elastic_of(model)
+        wrapped = ElasticLoader(loader, (lambda: None) if job is None else job.end_batch)
         if job is not None:
             if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
                 raise ConfigError(
                     f"handle.elastic needs a loader that can be resumed, and a {type(loader).__name__} cannot: give it "
                     "what handle.dataloader returns."
                 )
-            wrapped.resumed_step = job.resume({"loader": wrapped, **(extra or {})})
+            of_accelerate = self.registry.adapters.processes.objects_of_script()
+            wrapped.resumed_step = job.resume({"loader": wrapped, **of_accelerate, **(extra or {})})
         return wrapped
 
     def loss(self, outputs: Any, batch: Batch, num_items: Tensor | float | None = None) -> Tensor:

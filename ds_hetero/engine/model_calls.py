@@ -105,7 +105,7 @@ class _StageCalls(ModelCalls):
     """Calls about a model that is cut into stages of pipelines, which compute the loss of the global batch."""
 
     def dataloader(self, dataloader: Iterable[Any], device: torch.device, batches: BatchesOfRanks) -> Iterable[Any]:
-        return SameBatches(dataloader, device)
+        return SameBatches(dataloader, device, KNOWN_LOADERS)
 
     def loss(self, outputs: Any, batch: Batch, num_items: NumItems) -> Tensor:
         return super().loss(outputs, batch, None)

@@ -12,8 +12,13 @@ PRIVATE_NAMES = (
 )
 """``module:attribute`` or ``module:Class.attribute``; checked when this engine is registered."""
 
-ATTRIBUTES = tuple(
-    f"torch.nn.modules.module:Module.{name}"
-    for name in ("_backward_hooks", "_backward_pre_hooks", "_buffers", "_modules", "_parameters")
+SCHEDULED = "_wrapped_by_lr_sched"  # of the step of an optimizer that a scheduler of torch's was made for
+
+ATTRIBUTES = (
+    *(
+        f"torch.nn.modules.module:Module.{name}"
+        for name in ("_backward_hooks", "_backward_pre_hooks", "_buffers", "_modules", "_parameters")
+    ),
+    f"torch.optim.lr_scheduler:LRScheduler.{SCHEDULED}",
 )
 """Private attributes that objects get while the program runs, and the source that sets them; checked in the tests."""

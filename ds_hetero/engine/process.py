@@ -199,10 +199,11 @@ def _show(stock: Hook, kind: type[BaseException], error: BaseException, tracebac
 
 
 def _leave_behind(error: BaseException) -> None:
-    """In an elastic job, tell this process's agent why it ends, unless that is the end of another one."""
+    """In an elastic job, tell this process's agent why it ends."""
     worker = own_worker()
-    if worker is not None and not isinstance(error, (PeerError, KeyboardInterrupt)):
-        worker.note_error(_text(error), is_refusal=isinstance(error, HeteroError) and not isinstance(error, StepError))
+    if worker is not None and not isinstance(error, KeyboardInterrupt):
+        is_refusal = isinstance(error, HeteroError) and not isinstance(error, (PeerError, StepError))
+        worker.note_error(_text(error), is_refusal=is_refusal, is_of_peer=isinstance(error, PeerError))
 
 
 def _is_message(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from ds_hetero.decision.decide import JobStart, sp_size_of
 from ds_hetero.decision.decide_pipelines import inners_of
 from ds_hetero.decision.facts import JobFacts
 from ds_hetero.decision.start_text import announce
-from ds_hetero.engine.adapters import Adapters, ModelAdapter, SplitModel, StagedModel
+from ds_hetero.engine.adapters import Adapters, ElasticState, ModelAdapter, SplitModel, StagedModel
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.engine.patching import Patches
 from ds_hetero.engine.whole_model import WholeModel
@@ -54,25 +54,6 @@ from ds_hetero.values.plans.section_keys import SECTION_KEYS
 from ds_hetero.values.section import SECTION
 
 T = TypeVar("T")
-
-
-class ElasticState(Protocol):
-    """The state of an engine that outlives its process."""
-
-    def resume(self, objects: Mapping[str, Any]) -> int | None:
-        """Put back the newest save, with the script's ``objects``; the step that the job goes on from, if any."""
-
-    def go_on(self, objects: Mapping[str, Any], found: Any) -> None:
-        """Put back a save that was ``found`` before; from here on `after_step` is called by the caller."""
-
-    def around_step(self, step: Callable[[], Any]) -> Any:
-        """Take an engine's step."""
-
-    def after_step(self, step: int) -> None:
-        """Commit and save what is due."""
-
-    def leave_if_due(self) -> None:
-        """End this process between two steps, if all ranks have agreed to."""
 
 
 @dataclass
@@ -171,6 +152,11 @@ class Registry:
     def has_prepared(self, model: nn.Module) -> bool:
         """Whether ``model`` was prepared, with a section or without."""
         return self.find(model) is not None or self.is_pipelined(model) or self.is_unsplit(model)
+
+    def elastic_of(self, model: nn.Module) -> ElasticState | None:
+        """The state of the engine of ``model`` that outlives its process; None in a job that is not elastic."""
+        owner = self.find_pipelined(model) or self.find(model)
+        return None if owner is None else owner.elastic
 
     @property
     def in_training(self) -> list[PreparedModel]:

@@ -146,6 +146,11 @@ class StepMonitor:
             atexit.register(self.report)
         self._forget_forced_exit = None if self._record is None else before_forced_exit(self._record.end)
 
+    def keep_events(self, events: Sequence[JsonObject]) -> None:
+        """Let the record have the events of an elastic job, which are added as they come."""
+        if self._record is not None:
+            self._record.events = events
+
     def record_step(self, samples: int) -> None:
         """Count an optimizer step, and observe the ranks' times if it is due.
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from ds_hetero.cluster import load_cluster
+from ds_hetero.common.reading import JsonObject
 from ds_hetero.decision.decide import COST_MODEL, JobStart
 from ds_hetero.decision.decide_pipelines import pipelines_workload
 from ds_hetero.decision.start_text import announce
@@ -79,10 +80,14 @@ class RunRecord:
     Args:
         start: what the ranks agreed on for the model.
         changes: returns the changes of the plan so far.
+
+    Attributes:
+        events: of an elastic job.
     """
 
     def __init__(self, start: JobStart, path: Path, changes: Callable[[], Sequence[PlanChange]]) -> None:
         self._start, self._path, self._changes = start, path, changes
+        self.events: Sequence[JsonObject] = ()
         self._scenario = _scenario_of(start)
         self._versions = _versions()
         self._error_before = getattr(sys, "last_value", None)
@@ -156,6 +161,7 @@ class RunRecord:
             ranks=tuple(map(_measured, self._totals, self._snapshots)),
             observations=tuple(self._observations),
             changes=tuple(change.to_dict() for change in self._changes()),
+            events=tuple(self.events),
             traced_step=self._traced_step,
             trace=tuple(snapshot.trace for snapshot in self._snapshots),
         )

@@ -73,6 +73,8 @@ class RunFile:
         observations: ``step``, ``steps``, ``step_s``, ``tokens_per_s`` and ``imbalance`` of each, oldest first.
         changes: of a replica's schedule: ``step``, ``replica``, ``schedule`` and ``gain``; of the layers of stages:
             ``step``, ``layers`` by pipeline and stage, and ``gain``.
+        events: of an elastic job, those before it began anew included: ``kind``, ``time`` in seconds since 1970,
+            ``ranks``, and what else each kind has.
     """
 
     plan: Plan  # that the job began with
@@ -85,6 +87,7 @@ class RunFile:
     ranks: tuple[MeasuredRank, ...]  # a mean step of every rank
     observations: tuple[Mapping[str, float], ...] = ()
     changes: tuple[JsonObject, ...] = ()
+    events: tuple[JsonObject, ...] = ()
     traced_step: int | None = None  # number of the step whose ranges follow; None without
     trace: tuple[tuple[TracedRange, ...], ...] = ()  # ranges of every rank in that step
 
@@ -108,6 +111,7 @@ class RunFile:
             "ranks": [{"rank": number, **asdict(rank)} for number, rank in enumerate(self.ranks)],
             "observations": [dict(each) for each in self.observations],
             "changes": [dict(each) for each in self.changes],
+            **({"events": [dict(each) for each in self.events]} if self.events else {}),
             "trace": {"step": self.traced_step, "ranks": [[list(one) for one in rank] for rank in self.trace]},
         }
 
@@ -133,6 +137,11 @@ def expect_writable(folder: str) -> None:
             f'"heterogeneity.report": {shortened(folder)} cannot be written to: {reason}. Give a folder in which rank '
             "0 may write run.json, or leave the key out."
         ) from None
+
+
+def event_text(event: JsonObject) -> str:
+    """Text of an event of an elastic job, beside its kind and its time."""
+    return ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("kind", "time"))
 
 
 def write_run(run: RunFile, path: Path) -> None:
@@ -184,6 +193,7 @@ def _read(data: JsonObject) -> RunFile:
         ranks=ranks,
         observations=tuple({key: _number(one[key], key) for key in _OBSERVATION} for one in data["observations"]),
         changes=tuple(dict(one) for one in data["changes"]),
+        events=tuple(_read_event(one) for one in data.get("events", ())),
         traced_step=None if step is None else int(_number(step, "trace.step")),
         trace=tuple(tuple(map(_read_range, rank)) for rank in trace),
     )
@@ -193,6 +203,10 @@ def _read_rank(data: JsonObject) -> MeasuredRank:
     names = [field.name for field in fields(MeasuredRank) if field.name != "device"]
     data = {"hop_s": 0.0, "bubble_s": 0.0, "sync_s": 0.0, **data}  # files of before do not have these
     return MeasuredRank(device=_text(data["device"], "device"), **{name: _number(data[name], name) for name in names})
+
+
+def _read_event(data: JsonObject) -> JsonObject:
+    return {**data, "kind": _text(data["kind"], "events.kind"), "time": _number(data["time"], "events.time")}
 
 
 def _read_range(data: Sequence[Any]) -> TracedRange:

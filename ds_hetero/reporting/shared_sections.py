@@ -21,7 +21,7 @@ from ds_hetero.cost.price import BILLION, JOULES_PER_KWH, MILLION, Price, durati
 from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.html import Markup, Page, definitions, html_table, preformatted
 from ds_hetero.reporting.launching import JobLaunch
-from ds_hetero.reporting.run_file import RunFile
+from ds_hetero.reporting.run_file import RunFile, event_text
 from ds_hetero.values.schedule import Schedule
 
 MAX_DRAWN_RANKS = 32  # with more, a machine is drawn as one
@@ -229,6 +229,9 @@ def add_run(page: Page, run: RunFile) -> None:
     if run.changes:
         changes = [(one["step"], _change_text(one), f"{one['gain']:.1%}") for one in run.changes]
         parts.append(html_table(("step", "what changed", "predicted gain"), changes, "Changes by re-planning"))
+    if run.events:
+        events = [(_time_text(one["time"]), one["kind"], one.get("step", "-"), event_text(one)) for one in run.events]
+        parts.append(html_table(("UTC", "what happened", "step", ""), events[-MAX_ROWS:], "Ranks that went and came"))
     versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
     page.section("The run", *parts, f"Versions: {versions}.")
 
@@ -242,6 +245,10 @@ def _change_text(change: JsonObject) -> str:
     if "layers" in change:
         return "layers " + " | ".join("+".join(map(str, own)) for own in change["layers"])
     return f"replica {change['replica']}"
+
+
+def _time_text(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S}"
 
 
 def _moment_text(written: str) -> str:

@@ -1,6 +1,7 @@
 """1F1B over stages that cut a micro-batch differently, against one process, with a model that treats tokens alone."""
 
 import itertools
+import json
 import random
 from dataclasses import dataclass
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from benchmarks.proof.chance import random_plan, random_schedule
 from benchmarks.proof.events import Call
 from benchmarks.proof.order import violations
-from ds_hetero.errors import SyncError
+from ds_hetero.errors import BatchError, SyncError
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
+from ds_hetero.runtime.pipeline.batches import SameBatches
 from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
 from ds_hetero.runtime.replica import ProcessGroups
@@ -210,3 +213,34 @@ def lacks_a_parameter(rank):
 
 def test_a_parameter_that_one_pipeline_lacks_is_named_on_all_ranks():
     assert run_ranks(lacks_a_parameter, 2) == ["b takes a gradient in pipelines [1] only."] * 2
+
+
+def test_an_epoch_of_global_batches_goes_on_where_it_was():
+    run_ranks(_check_resumed_batches, 2)
+
+
+def _check_resumed_batches(rank):
+    def loader(num_samples=7):
+        rows = [{"input_ids": torch.tensor([i, i + 1]), "labels": torch.tensor([i, i + 1])} for i in range(num_samples)]
+        generator = torch.Generator().manual_seed(5)
+        return SameBatches(DataLoader(rows, 2, shuffle=True, generator=generator), torch.device("cpu"))
+
+    def read(batches):
+        return [batch["input_ids"][:, 0].tolist() for batch in batches]
+
+    whole = loader()
+    epochs = [read(whole), read(whole)]
+    assert epochs[0] != epochs[1]
+    for stop in range(5):
+        stopped, resumed = loader(), loader()
+        steps = iter(stopped)
+        used = [next(steps)["input_ids"][:, 0].tolist() for _ in range(stop)]
+        resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+        assert used + read(resumed) == epochs[0], stop
+        assert read(resumed) == epochs[1], stop
+    steps = iter(stopped := loader())
+    next(steps)
+    other = loader(6)
+    other.load_state_dict(stopped.state_dict())
+    with pytest.raises(BatchError, match="does not give again"):
+        next(iter(other))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ds_hetero.cli.planning.saves import saves_line, shared_memory
 from ds_hetero.cluster import load_cluster
 from ds_hetero.common.reading import MAX_RANKS, JsonDict, JsonObject, expect_whole_number, read_file, shortened
 from ds_hetero.decision.batches import as_whole, plan_of_batches
@@ -107,6 +108,10 @@ def _decision(
     if decision.forecasts:
         report["predicted"] = [replica.prediction.to_dict() for replica in decision.forecasts]
         report["decided"] = forecast_text(decision.forecasts)
+        if section.elastic is not None:
+            cost = decision.forecasts[0].cost
+            report["saves"] = shared_memory(cost, section.elastic.copies)
+            report["decided"] += f"\n{saves_line(cost, report['saves'])}"
     elif decision.no_forecast_reason is not None and facts.model.spec is not None:
         report["decided"] = f"no prediction of the step time: {decision.no_forecast_reason}"
     return report

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import click
 
 from ds_hetero.cli.options import AS_JSON, TRAINED_TOKENS
+from ds_hetero.cli.planning.saves import saves_line, shared_memory
 from ds_hetero.cli.printing import print_json, print_table, rank_ranges
 from ds_hetero.cli.scenario import Scenario, read_schedule, scenario_options
 from ds_hetero.cluster.topology import Cluster
@@ -81,6 +82,12 @@ class _Outlook:
 @click.option(
     "--what-if", multiple=True, help="add=3090, remove=1 or network=10: the same beside today's; may be repeated."
 )
+@click.option(
+    "--elastic",
+    "copies",
+    type=click.IntRange(0, 8),
+    help="Say what an elastic job takes of the hosts' memory, with so many copies of each rank's part.",
+)
 @click.option("--reduce-bucket-size", type=click.IntRange(min=0), default=500_000_000, help=_BUCKET_HELP)
 @TRAINED_TOKENS
 @AS_JSON
@@ -89,6 +96,7 @@ def fit(
     schedule: str,
     what_if: Sequence[str],
     reduce_bucket_size: int,
+    copies: int | None,
     trained: float,
     as_json: bool,
 ) -> None:
@@ -109,12 +117,15 @@ def fit(
             begin_next()
             outlooks.append(_other_outlook(other.text, replace(scenario, clusters=(other.cluster,)), source, remedy))
     every = stacks(fitted.cost, fitted.schedule)
+    saves = None if copies is None else shared_memory(fitted.cost, copies)
     if as_json:
-        further = {"price": _price(fitted).to_dict(trained), "assumed": assumptions(scenario)}
+        further = {"price": _price(fitted).to_dict(trained), "assumed": assumptions(scenario), "saves": saves}
         print_json({**_report(fitted, every, longest, advice, outlooks), **further})
     else:
         _print_stacks(fitted, every)
         _print_verdict(scenario, fitted, longest, trained)
+        if saves is not None:
+            print(saves_line(fitted.cost, saves))
         _print_outlooks(outlooks, advice)
     if not fitted.fits:
         raise click.exceptions.Exit(1)

@@ -13,6 +13,7 @@ from ds_hetero.common.text import GIB
 from ds_hetero.elastic.node.keeper import ask
 from ds_hetero.elastic.node.wire import Message, NodePlace, token_of
 from ds_hetero.errors import ConfigError
+from ds_hetero.reporting.run_file import event_text
 
 
 @click.group()
@@ -60,5 +61,4 @@ def _lines(known: Message) -> list[str]:
 
 
 def _event_line(event: Message) -> str:
-    details = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("kind", "time"))
-    return f"{time.strftime('%H:%M:%S', time.localtime(event['time']))}   {event['kind']}: {details}"
+    return f"{time.strftime('%H:%M:%S', time.localtime(event['time']))}   {event['kind']}: {event_text(event)}"

@@ -287,6 +287,19 @@ def _step_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> Float
     return np.asarray(on_device * own_D * (WIDE + buffers.optimizer_bytes))
 
 
+def saved_bytes(cluster: Cluster, model: ModelSpec, work: Workload) -> Floats:
+    """Bytes of every rank's part of a save of an elastic job, ``[D]``: what it owns, and rank 0 the trained parameters.
+
+    Measured parts (tests/integration/elastic/test_saved.py) are this, and some 60 KB.
+    """
+    trained = trained_parameters(model, work)
+    owned_D = owned_share_D(work, cluster) * trained * work.optimizer_bytes if work.zero_stage else 0.0
+    bytes_D = np.zeros(cluster.num_ranks) + owned_D
+    if work.zero_stage < 3:
+        bytes_D[0] += trained * (work.element_bytes + (0 if work.zero_stage else work.optimizer_bytes))
+    return bytes_D
+
+
 HOST_SHARE = 0.68
 """Share of a host's memory that offloads can use: ALST's longest sequences (arXiv:2506.13996) end where checkpoints
 and optimizer state take 1.1 to 1.5 TB of 1.9. The rest is the system's, the data

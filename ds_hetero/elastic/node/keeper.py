@@ -183,9 +183,9 @@ class Keeper:
         wire.send({"freed": True})
 
     def do_newcomers(self, wire: Wire, _: Message) -> None:
-        """Say who waits to be let in."""
+        """Say who waits to be let in, and which cards they have."""
         with self._lock:
-            wire.send({"newcomers": self.meeting.newcomers})
+            wire.send({"newcomers": self.meeting.newcomers, "cards": self.meeting.newcomer_cards})
 
     def do_demand(self, wire: Wire, request: Message) -> None:
         """Take what the job's section asks for: the least number of agents, and memory."""

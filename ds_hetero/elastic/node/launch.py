@@ -40,6 +40,10 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--min-ranks", type=int, help="below which the job waits for more (default: more than half)")
     parser.add_argument("--ranks", type=int, help="that the job begins with (default: all that come in 30 s)")
     parser.add_argument("--workers", type=int, help="on this node (default: one a GPU, else one)")
+    parser.add_argument(
+        "--card",
+        help="of this node, by which a job that runs judges whether it pays (default: the driver's; none: it does)",
+    )
     parser.add_argument("--job", default="job", help="name of the job")
     parser.add_argument("--node", default=socket.gethostname(), help="name of this node (default: its host name)")
     parser.add_argument("--memory-gib", type=float, help="of shared memory that segments may take (default: all)")
@@ -163,6 +167,9 @@ class NodeProcesses:
         own = {place_of.AGENT: agent, place_of.SILENCE: str(self._options.silence_s)}
         if _count_gpus():
             own["CUDA_VISIBLE_DEVICES"] = _visible_gpus()[number]
+        card = self._options.card or _card_of(own.get("CUDA_VISIBLE_DEVICES", ""))
+        if card not in (None, "none"):
+            own[place_of.CARD] = card
         return self._start(["ds_hetero.elastic.node.agent", *arguments, *worker, *self._options.command], own)
 
     def _start(self, module: list[str], variables: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
@@ -212,6 +219,16 @@ def _visible_gpus() -> list[str]:
     if chosen is not None:
         return [name for name in chosen.split(",") if name]
     return [str(number) for number in range(len(list(Path("/proc/driver/nvidia/gpus").glob("*"))))]
+
+
+def _card_of(gpu: str) -> str | None:
+    """The driver's name of a GPU; None where it does not say."""
+    folders = sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
+    try:
+        text = (folders[int(gpu)] / "information").read_text()
+    except (ValueError, IndexError, OSError):
+        return None
+    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("Model")), None)
 
 
 def _count_gpus() -> int:

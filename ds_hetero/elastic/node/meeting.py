@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from ds_hetero.elastic.node.wire import Message
 
 _MAX_KEEPERS = 256  # remembered, those of the present round included
+_MOST_IN_VAIN = 10  # rounds of the same members in a row that end before a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +67,9 @@ class AgentMeeting:
         self._has_begun = False  # the latest round, and not taken it over
         self._has_looked = True
         self._keepers: dict[str, list[object]] = {}  # addresses, by node of this round or an earlier one
+        self._num_in_vain = 0  # rounds of these members in a row, the latest one included, unless it has stepped
+        self._has_stepped = False  # a worker of the latest round
+        self._latest_error = ""
         self._failures: dict[str, tuple[int, int]] = {}  # round and step of the latest failure of each text
 
     def join(
@@ -76,7 +80,8 @@ class AgentMeeting:
         Args:
             agent: its name, the same over all rounds.
             info: node, address, and ``terms`` that all have to share.
-            last: what ended its workers: ``error``, ``step``, ``is_refusal``.
+            last: what ended its workers: ``error``, ``step``, ``is_refusal``, ``is_of_peer`` where it was the end of
+                others, ``has_stepped`` whether they have done a step in the round.
             round_: the round that it was in: ``number``, ``members``; number 0 for a newcomer.
         """
         if self.closed is not None:
@@ -89,6 +94,8 @@ class AgentMeeting:
         was_running = agent in self.members and not self.is_broken
         self._awaited_s.pop(agent, None)
         self._here[agent] = _Member(tell=tell, info=info, joined_s=now_s)
+        self._has_stepped |= bool(last.get("has_stepped"))
+        self._latest_error = last.get("error", self._latest_error)
         if not self._may_go_on(last, int(round_["number"])):
             return
         if was_running:
@@ -189,6 +196,15 @@ class AgentMeeting:
         """Agents that wait while a round runs."""
         return [] if self.is_broken else [name for name, one in self._here.items() if one.joined_s is not None]
 
+    @property
+    def newcomer_cards(self) -> dict[str, list[str | None]]:
+        """Cards of the agents that wait while a round runs, by node."""
+        cards: dict[str, list[str | None]] = {}
+        for name in self.newcomers:
+            info = self._here[name].info
+            cards.setdefault(str(info.get("node")), []).append(info.get("card"))
+        return cards
+
     def tick(self, now_s: float) -> None:
         """Begin a round if it is time; give up on those who do not come."""
         for agent, since_s in list(self._awaited_s.items()):
@@ -232,8 +248,17 @@ class AgentMeeting:
         return waited_s > self.rules.patience_s
 
     def _begin(self, waiting: list[str]) -> None:
+        is_again = self._has_begun and set(waiting) == set(self.members) and not self._has_stepped
+        self._num_in_vain = self._num_in_vain + 1 if is_again else 0
+        if self._num_in_vain == _MOST_IN_VAIN:
+            self.close(
+                f"{_MOST_IN_VAIN} rounds of the same {len(waiting)} agents ended before a step; the latest error was: "
+                f"{self._latest_error or 'none, the workers were killed'}. Their state stays in memory: start the same "
+                "command again when the cause is gone."
+            )
+            return
         self.number += 1
-        self._has_begun = True
+        self._has_begun, self._has_stepped = True, False
         self.members = sorted(waiting, key=lambda name: (str(self._here[name].info.get("node")), name))
         self.is_broken = False
         infos = [self._here[m].info for m in self.members]
@@ -268,7 +293,7 @@ class AgentMeeting:
     def _may_go_on(self, last: Message, number: int) -> bool:
         """End the job where workers refuse, or fail in the same way without a step in between."""
         error, step = last.get("error"), int(last.get("step", -1))
-        if not error:
+        if not error or last.get("is_of_peer"):
             return True
         before, step_before = self._failures.get(error, (number, -1))
         if last.get("is_refusal"):

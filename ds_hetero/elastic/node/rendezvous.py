@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -36,7 +37,16 @@ from torch.distributed.elastic.rendezvous import (
 
 from ds_hetero.elastic.node import wire as place_of
 from ds_hetero.elastic.node.keeper import SILENCE_S
-from ds_hetero.elastic.node.wire import Message, NodePlace, Wire, WireError, connect, state_of, token_of
+from ds_hetero.elastic.node.wire import (
+    Message,
+    NodePlace,
+    Wire,
+    WireError,
+    connect,
+    state_of,
+    stopped_children,
+    token_of,
+)
 from ds_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -88,6 +98,7 @@ class KeeperRendezvous(RendezvousHandler):
         self._broken: str | None = None
         self._closed: str | None = None
         self._is_meeting = False
+        self._began_s = time.monotonic()  # the present round
         self._last: Message = {}
         self._has_left = threading.Event()
         self._store: TCPStore | None = None
@@ -200,16 +211,25 @@ class KeeperRendezvous(RendezvousHandler):
     def _hello(self, kind: str) -> Message:
         keeper = self._place.address()
         info = {"node": self._place.node, "address": self._address, "keeper": keeper, "terms": self._terms}
+        info["card"] = os.environ.get(place_of.CARD)
         round_ = {name: self._round[name] for name in ("number", "members", "keepers") if name in self._round}
         return {"do": kind, "agent": self._agent, "info": info, "round": round_, "last": self._last}
 
     def _last_words(self) -> Message:
-        """The error that the workers of the round before have left behind, if any."""
+        """The error that the workers of the round before have left behind, if any, and whether they had stepped."""
         words: Message = {}
         for path in sorted(self._place.folder.glob(f"end-{self._agent}-*.json")):
-            words = self._place.read(path.name) or words
+            of_worker = self._place.read(path.name)
+            if of_worker is not None and (not words or words["is_of_peer"]):
+                words = of_worker
             path.unlink(missing_ok=True)
-        return words
+        return {**words, "has_stepped": any(beat["has_stepped"] for _, beat in self._signs_of_life())}
+
+    def _signs_of_life(self) -> list[tuple[Path, Message]]:
+        """The latest one of each worker in the present round."""
+        paths = self._place.folder.glob(f"beat-{self._agent}-*.json")
+        signs = [(path, beat) for path in paths if (beat := self._place.read(path.name)) is not None]
+        return [(path, beat) for path, beat in signs if beat["round"] == self._round["number"]]
 
     def _connect(self) -> None:
         """Connect to the first keeper that answers, those before it tried for a while.
@@ -256,6 +276,7 @@ class KeeperRendezvous(RendezvousHandler):
         with self._news:
             if "round" in message:
                 self._round, self._is_meeting, self._broken = message["round"], False, None
+                self._began_s = time.monotonic()
                 keepers = [tuple(info["keeper"]) for info in self._round["infos"] if info.get("keeper")]
                 self._endpoints = list(dict.fromkeys([self._at, *keepers]))
             elif "store" in message and message["number"] == self._round["number"]:
@@ -287,15 +308,17 @@ class KeeperRendezvous(RendezvousHandler):
     def _end_silent_workers(self) -> None:
         """Kill workers that have not said for long that they live; those that are not stopped may just be busy."""
         most_s = float(os.environ.get(place_of.SILENCE, "30"))
-        for path in self._place.folder.glob(f"beat-{self._agent}-*.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
+        signs = self._signs_of_life()
+        for path, beat in signs:
+            with contextlib.suppress(OSError):
                 silent_s = time.time() - path.stat().st_mtime
-                beat = self._place.read(path.name)
-                if beat is None or silent_s <= most_s or beat["round"] != self._round["number"]:
-                    continue
                 pid = int(beat["pid"])
-                if state_of(pid) in "Tt" or silent_s > _BUSY_TIMES * most_s:
+                if silent_s > most_s and (state_of(pid) in "Tt" or silent_s > _BUSY_TIMES * most_s):
                     path.unlink()
+                    os.kill(pid, signal.SIGKILL)
+        if not signs and not self._is_meeting and time.monotonic() - self._began_s > most_s:
+            for pid in stopped_children(os.getpid()):  # before their first sign of life
+                with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
 

@@ -26,7 +26,7 @@ import time
 from typing import NoReturn
 
 from ds_hetero.elastic.node.client import NUMBER
-from ds_hetero.elastic.node.wire import Message, end_with_parent
+from ds_hetero.elastic.node.wire import AGENT, ROUND, Message, NodePlace, end_with_parent
 
 _POLL_S = 0.05
 _REQUEST_TIMEOUT_S = 5.0
@@ -75,6 +75,7 @@ class WarmServer:
             if worker == 0:
                 self._work(client, wanted, streams)
             self._clients[worker] = client
+            _show_first_life(worker, wanted["environment"])
             client.sendall(NUMBER.pack(worker))
         except (OSError, ValueError, struct.error):
             pass  # a client that was killed amid its request
@@ -130,6 +131,15 @@ class WarmServer:
                 with contextlib.suppress(OSError):
                     client.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
                 client.close()
+
+
+def _show_first_life(worker: int, environment: dict[str, str]) -> None:
+    """Write the first sign of life of a worker, who may be stopped before it can."""
+    place = NodePlace.of_environment(environment)
+    if place is not None and all(name in environment for name in (AGENT, ROUND, "LOCAL_RANK")):
+        name = f"{environment[AGENT]}-{environment['LOCAL_RANK']}"
+        with contextlib.suppress(OSError):  # the node's folder is gone, and so is the node
+            place.show_life(name, worker, int(environment[ROUND]), has_stepped=False)
 
 
 def _run(arguments: list[str]) -> int:

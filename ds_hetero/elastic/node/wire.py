@@ -9,6 +9,7 @@ DS_HETERO_ELASTIC_JOB      name of the job
 DS_HETERO_ELASTIC_NODE     name of the node; the host's, if it is not set
 DS_HETERO_ELASTIC_AGENT    name of the agent, given to its workers
 DS_HETERO_ELASTIC_AGENT_PID    its process id, given to its workers
+DS_HETERO_ELASTIC_CARD     what the driver calls the agent's card
 DS_HETERO_ELASTIC_ROUND    number of the round, given to workers
 DS_HETERO_ELASTIC_TOKEN    secret of the job; else the user's, in the cache folder
 DS_HETERO_ELASTIC_SHM      folder of the shared memory; /dev/shm, if it is not set
@@ -144,6 +145,7 @@ def _is_answer(given: object, token: bytes, side: str, question: str) -> bool:
 PREFIX = "DS_HETERO_ELASTIC_"
 JOB, NODE, AGENT, ROUND = PREFIX + "JOB", PREFIX + "NODE", PREFIX + "AGENT", PREFIX + "ROUND"
 AGENT_PID = PREFIX + "AGENT_PID"
+CARD = PREFIX + "CARD"
 TOKEN, SHM, SILENCE = PREFIX + "TOKEN", PREFIX + "SHM", PREFIX + "SILENCE_S"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -204,6 +206,14 @@ class NodePlace:
         draft.write_text(json.dumps(content))
         os.replace(draft, self.folder / name)
 
+    def show_life(self, worker: str, pid: int, round_number: int, *, has_stepped: bool) -> None:
+        """Write the sign of life of a worker, at which its agent looks.
+
+        Args:
+            has_stepped: it has done an optimizer step in this round.
+        """
+        self.write(f"beat-{worker}.json", {"pid": pid, "round": round_number, "has_stepped": has_stepped})
+
     def remove(self, name: str) -> None:
         """Delete a small file if it is there."""
         (self.folder / name).unlink(missing_ok=True)
@@ -261,6 +271,17 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "X"
+
+
+def stopped_children(parent: int) -> list[int]:
+    """Process ids of the children of a process that are stopped."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):  # it has ended meanwhile
+            state, of = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(of) == parent and state in "Tt":
+                found.append(int(entry.name))
+    return found
 
 
 def end_with_parent() -> None:

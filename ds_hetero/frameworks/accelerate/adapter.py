@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.sampling import replica_samples
 
 _sharding: ContextVar[_Sharding | None] = ContextVar("_sharding", default=None)
+_latest: weakref.ref[Accelerator] | None = None  # that has prepared a model for this engine
 _replica_size: ContextVar[int] = ContextVar("_replica_size", default=1)  # ranks of which numbers are gathered once
 
 
@@ -68,6 +70,15 @@ def asks_for_engine(accelerator: Accelerator) -> bool:
     """Whether an Accelerator was made with DeepSpeed and a configuration that asks for this engine."""
     plugin = accelerator.state.deepspeed_plugin if accelerator.distributed_type == DistributedType.DEEPSPEED else None
     return plugin is not None and enabled(plugin.deepspeed_config)
+
+
+def objects_of_script() -> dict[str, Any]:
+    """Return all that the latest Accelerator would write into a checkpoint beside the engine, by name."""
+    accelerator = None if _latest is None else _latest()
+    if accelerator is None:
+        return {}
+    kinds = {"scheduler": accelerator._schedulers, "object": accelerator._custom_objects}
+    return {f"accelerate.{kind}{i}": one for kind, objects in kinds.items() for i, one in enumerate(objects)}
 
 
 @contextlib.contextmanager
@@ -249,6 +260,8 @@ def _preparing(registry: Registry, stock: Function) -> Function:
         for loader in prepared if by_batches else ():
             if isinstance(loader, LoaderByMode):
                 loader.bind(registry, next(obj for obj in args if isinstance(obj, nn.Module)), accelerator.device)
+        global _latest
+        _latest = weakref.ref(accelerator)
         if any(isinstance(obj, nn.Module) and registry.is_pipelined(obj) for obj in args):
             accelerator.gather = accelerator.gather_for_metrics = _as_it_is  # one worker, on all ranks
         return prepared

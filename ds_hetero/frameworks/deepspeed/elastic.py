@@ -16,15 +16,19 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_hetero.common.reading import JsonObject
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.decision.start_text import announce
 from ds_hetero.elastic.content import Content
 from ds_hetero.elastic.restart import Found, Kept, find_newest
-from ds_hetero.elastic.snapshots import SaveRules, Snapshots
+from ds_hetero.elastic.snapshots import Cards, SaveRules, Snapshots
 from ds_hetero.elastic.worker import Worker, own_worker
+from ds_hetero.engine.names import SCHEDULED
 from ds_hetero.errors import CheckpointError, ConfigError
-from ds_hetero.frameworks.deepspeed.hooks import SplitEngine
+from ds_hetero.frameworks.deepspeed.hooks import HookedEngine
 from ds_hetero.frameworks.deepspeed.in_memory import load_parts, parts_in_memory, sample_frozen
+from ds_hetero.job.joining import LEAST_GAIN, gain_of_joining
+from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.epochs import process_states, set_process_states
 from ds_hetero.values.section import SECTION, ElasticSection
 
@@ -39,23 +43,29 @@ class ElasticEngine:
     """An engine whose state outlives its process.
 
     Args:
-        section: ``"elastic"`` of the configuration, or its defaults.
+        start: of the job.
+        stages: the parameters of the whole model, where each rank holds a stage of it.
     """
 
-    def __init__(self, engine: Any, worker: Worker, section: ElasticSection) -> None:
+    def __init__(self, engine: Any, worker: Worker, start: JobStart, stages: list[Described] | None = None) -> None:
         _expect_supported(engine)
-        self._engine, self._worker, self._section = weakref.ref(engine), worker, section
-        self._model = _fingerprint(engine)
+        self._engine, self._worker, self._start = weakref.ref(engine), worker, start
+        self._section = start.section.elastic or ElasticSection()
+        self._model = _fingerprint(engine, stages)
         self._group = dist.new_group(backend="gloo")
         self._objects: Objects = {}
-        self._frozen: tuple[float, ...] = ()  # sample of the parameters that are not trained, at the start
+        self._frozen: dict[tuple[str, bool], float] = {}  # sample of the parameters that are not trained, at the start
         self._with_frozen = True
         self._begin_s = time.perf_counter()
+        self._workers: list[str] = []  # names, by rank
+        self._judged: dict[str, bool] = {}  # whether machines that wait pay, by their cards
+        self.events: list[JsonObject] = []
         self.snapshots: Snapshots | None = None
         self._saves_itself = False
+        self._unsaved_step: int | None = None  # done since the loop has last asked for a batch
 
     def resume(self, objects: Objects) -> int | None:
-        """Find and put back the newest save, and save from here on after each optimizer step.
+        """Find and put back the newest save; from here on `end_batch` saves what is due.
 
         Args:
             objects: of the script, that are a part of its state.
@@ -65,10 +75,23 @@ class ElasticEngine:
 
         Caller: every rank, once.
         """
+        self._expect_scheduler(objects)
         found = find_newest(self._worker, self._group)
         self.go_on(objects, found)
         self._saves_itself = True
         return None if found.kept is None else found.kept.save.step
+
+    def _expect_scheduler(self, objects: Objects) -> None:
+        """Refuse a learning-rate scheduler that nobody keeps: it would begin anew after a fault."""
+        engine = self._engine()
+        assert engine is not None
+        optimizer = getattr(engine.optimizer, "inner", engine.basic_optimizer)
+        is_kept = engine.lr_scheduler is not None or any(hasattr(one, "get_last_lr") for one in objects.values())
+        if hasattr(optimizer.step, SCHEDULED) and not is_kept:
+            raise ConfigError(
+                "the optimizer has a learning-rate scheduler that an elastic job would lose. Give it to "
+                'deepspeed.initialize as lr_scheduler, or to handle.elastic(loader, extra={"scheduler": scheduler}).'
+            )
 
     def go_on(self, objects: Objects, found: Found) -> None:
         """Put back the save that was found, if any; from here on `after_step` saves.
@@ -91,11 +114,12 @@ class ElasticEngine:
         engine = self._engine()
         assert engine is not None
         self._frozen = sample_frozen(engine)
-        self._with_frozen = not self._frozen
+        self._with_frozen = not self._is_on_any_rank(bool(self._frozen))
         found.expect(self._model, self._worker)
         kept = found.kept
         if kept is not None:
             self._put_back(kept)
+        self._workers = on_all_ranks(lambda: self._worker.name, self._group)
         start = [f"{time.time_ns():020d}-{secrets.token_hex(4)}"]
         dist.broadcast_object_list(start, 0, group=self._group)
         self.snapshots = Snapshots(
@@ -111,19 +135,27 @@ class ElasticEngine:
             ),
             self._take,
             self._say,
+            self._pays,
         )
         self._say_begin(kept)
 
     def around_step(self, step: Callable[[], Any]) -> Any:
-        """Take an engine's step: wait for copies before it; after an optimizer step of a loop of its own, save."""
+        """Take an engine's step: wait for copies before it; an optimizer step of a loop of its own is to be saved."""
         self._snapshots().before_step()
         engine = self._engine()
         assert engine is not None
         before = engine.global_steps
         result = step()
         if self._saves_itself and engine.global_steps > before:
-            self.after_step(engine.global_steps)
+            self._unsaved_step = engine.global_steps
         return result
+
+    def end_batch(self) -> None:
+        """Where a loop of its own asks for the next batch, and so has done all that belongs to a step: save, or end."""
+        if self._unsaved_step is not None:
+            step, self._unsaved_step = self._unsaved_step, None
+            self.after_step(step)
+        self.leave_if_due()
 
     def _snapshots(self) -> Snapshots:
         if self.snapshots is None:
@@ -165,21 +197,43 @@ class ElasticEngine:
         at_once = {buffer.data_ptr() for buffer in engine.module.buffers()}
         device = get_accelerator()
         if not self._with_frozen:
-            changed = torch.tensor(int(sample_frozen(engine) != self._frozen))
-            dist.all_reduce(changed, dist.ReduceOp.MAX, group=self._group)
-            self._with_frozen = bool(changed)
+            before, now = self._frozen, sample_frozen(engine)
+            self._with_frozen = self._is_on_any_rank(any(before.get(key, now[key]) != now[key] for key in now))
         with parts_in_memory(engine, with_frozen=self._with_frozen) as parts:
             return Content(
                 {
                     "parts": parts,
                     "frozen": None if self._with_frozen else self._frozen,
                     "batch": engine.train_batch_size(),
+                    "workers": self._workers,
                     "objects": {name: one.state_dict() for name, one in self._objects.items()},
                     "random": process_states(),
                     "device_random": None if device.device_name() == "cpu" else device.get_rng_state(),
                 },
                 at_once,
             )
+
+    def _pays(self, cards: Cards) -> bool:
+        """Whether the planner says that machines with such cards pay, or cannot say."""
+        known = {node: [card for card in of_node if card is not None] for node, of_node in cards.items()}
+        key = repr(sorted(cards.items()))
+        if key not in self._judged:
+            is_known = all(len(known[node]) == len(cards[node]) for node in cards)
+            gain = gain_of_joining(self._start, known) if is_known else None
+            self._judged[key] = gain is None or gain >= LEAST_GAIN
+            if not self._judged[key]:
+                self._say(
+                    "does not join",
+                    machines=known,
+                    gain=round(gain or 0.0, 3),
+                    remedy="they wait for a loss; start them with --card none to let them in anyway",
+                )
+        return self._judged[key]
+
+    def _is_on_any_rank(self, condition: bool) -> bool:
+        number = torch.tensor(int(condition))
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
+        return bool(number)
 
     def _put_back(self, kept: Kept) -> None:
         engine = self._engine()
@@ -198,8 +252,10 @@ class ElasticEngine:
                 f"{sorted(self._objects)}. Give it the same names."
             )
         self._with_frozen = own["frozen"] is None
-        # ZeRO-3's shards are others where the ranks are.
-        if not (self._with_frozen or engine.zero_optimization_partition_weights() or own["frozen"] == self._frozen):
+        saved = {key: one for content in kept.contents for key, one in (content["frozen"] or {}).items()}
+        # Of a parameter that is cut, ranks of another world hold another part.
+        differs = any(saved.get(key, one) != one for key, one in self._frozen.items() if not key[1])
+        if self._is_on_any_rank(differs):
             raise CheckpointError(
                 "the parameters that are not trained are not those that the job was begun with, and saves do not "
                 "hold them. Let every start make the same ones: load them, or set a seed before they are made."
@@ -214,31 +270,63 @@ class ElasticEngine:
 
     def _say_begin(self, kept: Kept | None) -> None:
         seconds = {"prepared_s": round(time.perf_counter() - self._begin_s, 3)}
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):  # events of the rounds before, as far as this keeper has them
+                self.events += self._worker.ask_meeting({"do": "status"})["events"]
         if kept is None:
             self._say("begin", round=self._worker.round_number, **seconds)
             return
+        before = kept.contents[0]["workers"]
+        changes = {
+            "gone": [name for name in before if name not in self._workers],
+            "new": [name for name in self._workers if name not in before],
+        }
         self._say(
             "resume",
             round=self._worker.round_number,
             step=kept.save.step,
             ranks=f"{kept.save.world_size} -> {dist.get_world_size()}",
+            **{name: workers for name, workers in changes.items() if workers},
             fetched_bytes=kept.fetched_bytes,
             found_s=round(kept.seconds, 3),
             **seconds,
         )
 
     def _say(self, kind: str, **details: object) -> None:
-        """Say an event on rank 0, and have the keepers remember it."""
+        """Say an event on rank 0, also to the monitor, and have the keepers remember it."""
         if dist.get_rank() != 0:
             return
         announce(f"elastic: {kind}, {', '.join(f'{name} {value}' for name, value in details.items())}")
         event = {"kind": kind, "time": time.time(), "ranks": dist.get_world_size(), **details}
+        self.events.append(json.loads(json.dumps(event, default=str)))
+        engine = self._engine()
+        if engine is not None and engine.monitor.enabled:
+            numbers = {name: one for name, one in event.items() if name != "time" and isinstance(one, int | float)}
+            group = f"Heterogeneity/elastic/{kind.replace(' ', '_')}"
+            engine.monitor.write_events(
+                [(f"{group}/{name}", float(one), engine.global_samples) for name, one in numbers.items()]
+            )
         with contextlib.suppress(OSError):  # it was said above
-            self._worker.ask_meeting({"do": "event", "event": json.loads(json.dumps(event, default=str))})
+            self._worker.ask_meeting({"do": "event", "event": self.events[-1]})
 
 
-def prepare(engine: Any, start: JobStart) -> ElasticEngine | None:
+Described = tuple[str, tuple[int, ...], str, bool]
+"""A parameter: name, whole shape, type, and whether it is trained."""
+
+
+def describe_parameters(model: torch.nn.Module) -> list[Described]:
+    """The parameters of a model, whatever of them is on this rank."""
+    return [
+        (name, tuple(getattr(parameter, "ds_shape", parameter.shape)), str(parameter.dtype), parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    ]
+
+
+def prepare(engine: Any, start: JobStart, stages: list[Described] | None = None) -> ElasticEngine | None:
     """Make an engine elastic if its job is; None where it is not.
+
+    Args:
+        stages: the parameters of the whole model, where each rank holds a stage of it.
 
     Caller: every rank.
 
@@ -254,11 +342,11 @@ def prepare(engine: Any, start: JobStart) -> ElasticEngine | None:
                 "SCRIPT on every node, or torchrun --rdzv-backend ds_hetero. Leave the key out under others."
             )
         return None
-    if len(start.plan.pipelines) > 1 or section.batch is not None:
+    if stages is None and (len(start.plan.pipelines) > 1 or section.batch is not None):
         refuse_other_engines("a plan of several replicas, whose global batch would change with the number of ranks,")
     if _latest is not None and _latest() is not None:
         raise ConfigError("an elastic job trains one engine; this process has made a second one.")
-    job = ElasticEngine(engine, worker, section.elastic or ElasticSection())
+    job = ElasticEngine(engine, worker, start, stages)
     _latest = weakref.ref(job)
     return job
 
@@ -276,7 +364,7 @@ def refuse_other_engines(what: str) -> None:
         )
 
 
-def save_after_step(hooked: SplitEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def save_after_step(hooked: HookedEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around the engine's step; see `ElasticEngine.around_step`."""
     assert hooked.elastic is not None
     return hooked.elastic.around_step(lambda: step(*args, **kwargs))
@@ -298,10 +386,8 @@ def _expect_supported(engine: Any) -> None:
             raise ConfigError(f"{name} cannot be kept by an elastic job yet. Start it without --elastic.")
 
 
-def _fingerprint(engine: Any) -> str:
+def _fingerprint(engine: Any, stages: list[Described] | None) -> str:
     """Of names and shapes of the parameters, and of the stage: what a save must agree in to be loaded."""
-    shapes = [
-        (name, tuple(getattr(parameter, "ds_shape", parameter.shape)), str(parameter.dtype), parameter.requires_grad)
-        for name, parameter in engine.module.named_parameters()
-    ]
-    return hashlib.sha256(repr((engine.zero_optimization_stage(), shapes)).encode()).hexdigest()[:16]
+    kind = engine.zero_optimization_stage() if stages is None else "pipelines"
+    shapes = describe_parameters(engine.module) if stages is None else stages
+    return hashlib.sha256(repr((kind, shapes)).encode()).hexdigest()[:16]

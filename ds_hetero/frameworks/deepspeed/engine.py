@@ -120,11 +120,11 @@ def _initializing(registry: Registry, ulysses: Ulysses, stock: Function) -> Func
             )
         try:
             request = registry.request_of(ds_config)
-            if request.is_of_pipelines:
-                elastic.refuse_other_engines("a model that is cut into pipelines")
             installer = PipelineInstaller if request.is_of_pipelines else EngineInstaller
             hooked, built = installer(registry, stock, given, ds_config).install()
             registry.patches.on_undo(EngineHooks(hooked, HOOKS).take_off)
+            if hooked.elastic is not None:
+                hooked.monitor.keep_events(hooked.elastic.events)
         finally:
             registry.forget_request()
         note_engine(built[0])
@@ -298,7 +298,7 @@ HOOKS = (
     HookRow("backward", split.scale_loss, SplitEngine),
     HookRow("_backward_prologue", split.begin_backward, SplitEngine),
     HookRow("_backward_epilogue", split.end_backward, SplitEngine),
-    HookRow("step", save_after_step, SplitEngine, "elastic"),
+    HookRow("step", save_after_step, part="elastic"),
     HookRow("step", recording(STEP)),
     HookRow("step", time_step),
     HookRow("step", split.record_step, SplitEngine),

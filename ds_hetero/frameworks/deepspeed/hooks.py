@@ -21,9 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_hetero.engine.adapters import SplitModel
+from ds_hetero.engine.adapters import ElasticState, SplitModel
 from ds_hetero.engine.patching import Function
-from ds_hetero.engine.registry import ElasticState
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.in_memory import is_in_memory
@@ -48,11 +47,13 @@ class HookedEngine:
     Args:
         engine: DeepSpeed's, as it was built.
         monitor: takes the times of steps.
+        elastic: keeps its state in memory; None in a job that is not elastic.
     """
 
     engine: Engine
     clock: StepClock
     monitor: StepMonitor
+    elastic: ElasticState | None = None
 
     @property
     def why_batch_is_fixed(self) -> str | None:
@@ -164,7 +165,6 @@ class SplitEngine(HookedEngine):
         note_destroyed: called before the engine is gone.
         stage3: reads and writes checkpoints of ZeRO-3; None for other stages.
         backwards: watches over several backwards for one step.
-        elastic: keeps its state in memory; None in a job that is not elastic.
     """
 
     model: SplitModel | WholeModel
@@ -173,7 +173,6 @@ class SplitEngine(HookedEngine):
     note_destroyed: Callable[[], None]
     stage3: Stage3Checkpoints | None
     backwards: BackwardsOfStep
-    elastic: ElasticState | None = None
 
     @property
     def why_batch_is_fixed(self) -> str | None:

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.protocols import Engine, State
+from ds_hetero.gradient_sync.transfers import local_tensor
 
 _TAG = "memory"
 _SAMPLES = 64  # elements of each parameter
@@ -80,7 +83,7 @@ def parts_in_memory(engine: Any, *, with_frozen: bool = True) -> Iterator[dict[s
     Caller: every rank.
     Collectives: with ZeRO-3 and unequal weights, those of `equal_shards`; with ZeRO-3, a gather at the end.
     """
-    kind = type(engine)
+    kind = type(engine)  # whose methods are called as they are, without what is around them when files are written
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()
     try:
@@ -113,20 +116,25 @@ def load_parts(engine: Engine, parts: Mapping[str, Any], *, with_frozen: bool = 
                 path = Path(folder, _TAG, name)
                 path.touch()  # DeepSpeed and the hooks ask whether it is there
                 _states[str(path)] = state
-            kind: Any = type(engine)
-            loaded, _ = kind.load_checkpoint(engine, folder, _TAG, load_module_strict=with_frozen)
+            method: Function = engine.load_checkpoint  # type: ignore[attr-defined]  # with what is around it
+            loaded, _ = method(folder, _TAG, load_module_strict=with_frozen)
         finally:
             _states.clear()
     if loaded is None:
         raise CheckpointError("DeepSpeed did not load the state that was kept in memory; its message is above.")
 
 
-def sample_frozen(engine: Any) -> tuple[float, ...]:
-    """Sums of a few elements of every parameter that is not trained: other ones where somebody has changed it."""
-    frozen = [one for one in engine.module.parameters() if not one.requires_grad]
-    tensors = [getattr(one, "ds_tensor", one).detach().reshape(-1) for one in frozen]
+def sample_frozen(engine: Any) -> dict[tuple[str, bool], float]:
+    """Sums of a few elements of every parameter that is not trained: other ones where somebody has changed it.
+
+    Returns:
+        By name, and by whether this rank holds a part of the parameter alone.
+    """
+    frozen = {name: one for name, one in engine.module.named_parameters() if not one.requires_grad}
+    keys = [(name, isinstance(one, DTensor) or hasattr(one, "ds_tensor")) for name, one in frozen.items()]
+    tensors = [local_tensor(getattr(one, "ds_tensor", one)).detach().reshape(-1) for one in frozen.values()]
     sums = [one[:: max(1, one.numel() // _SAMPLES)].sum(dtype=torch.float64) for one in tensors]
-    return tuple(torch.stack(sums).tolist()) if sums else ()
+    return dict(zip(keys, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
 
 def read_part(file: str) -> State:

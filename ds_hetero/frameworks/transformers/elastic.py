@@ -3,7 +3,7 @@
 The Trainer is given a folder as a checkpoint to resume from. Its small files (state, scheduler, random states) are
 written there from memory by the Trainer's own methods; DeepSpeed's parts are none, and are read by the engine. So all
 that the Trainer does when it resumes (epochs, batches to skip, callbacks) is its own. What it does not keep in a
-checkpoint, the loss since the last log, is put back after that.
+checkpoint, the loss and TRL's numbers since the last log, is put back after that.
 
 A save belongs to the end of all that the Trainer does in a step: it has the step's log, its evaluation and its
 checkpoint; where a step ends an epoch, those of the epoch too.
@@ -26,8 +26,9 @@ from transformers.trainer_callback import ExportableState
 
 from ds_hetero.elastic.restart import Found, Kept, find_newest
 from ds_hetero.elastic.worker import own_worker
+from ds_hetero.engine.adapters import ElasticState
 from ds_hetero.engine.patching import Function
-from ds_hetero.engine.registry import ElasticState, Registry
+from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import CheckpointError
 from ds_hetero.runtime.data.epochs import drawing_from
 
@@ -57,6 +58,7 @@ class _Training:
     def __init__(self, registry: Registry, trainer: Trainer, found: Found, folder: Path) -> None:
         self._registry, self._trainer, self._found = registry, trainer, found
         self._running: dict[str, Any] = {}
+        self._derived: dict[str, Any] = registry.adapters.trainers.running_state(trainer)
         self._step = 0  # that was saved last
         self._waits = False  # for the end of an epoch
         if found.kept is not None:
@@ -76,7 +78,7 @@ class _Training:
             if own["device_random"] is not None and torch.cuda.is_available():
                 torch.cuda.set_rng_state(own["device_random"])
             self._trainer._save_rng_state(str(folder))
-        self._running = state["running"]
+        self._running, self._derived = state["running"], state["derived"]
 
     def is_of(self, trainer: Trainer) -> bool:
         """Whether it is a Trainer's."""
@@ -85,9 +87,9 @@ class _Training:
     @property
     def elastic(self) -> ElasticState:
         """The state of the Trainer's engine."""
-        prepared = self._registry.find(self._trainer.model)
-        assert prepared is not None and prepared.elastic is not None, "other engines are refused when they are made"
-        return prepared.elastic
+        elastic = self._registry.elastic_of(self._trainer.model)
+        assert elastic is not None, "other engines are refused when they are made"
+        return elastic
 
     def load(self) -> None:
         """Put back the engine's state, in place of reading a checkpoint; where there is none, begin to save."""
@@ -100,6 +102,7 @@ class _Training:
         for name, value in self._running.items():
             like = getattr(self._trainer, name)
             setattr(self._trainer, name, torch.full_like(like, value) if isinstance(like, torch.Tensor) else value)
+        self._registry.adapters.trainers.set_running_state(self._trainer, self._derived)
         self._step = self._trainer.state.global_step
 
     def end_step(self) -> None:
@@ -130,6 +133,7 @@ class _Training:
             "state": json.dumps(state, indent=2, sort_keys=True),
             "scheduler": trainer.lr_scheduler.state_dict(),
             "running": {name: one.item() if isinstance(one, torch.Tensor) else one for name, one in running.items()},
+            "derived": self._registry.adapters.trainers.running_state(trainer),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

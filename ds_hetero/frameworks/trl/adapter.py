@@ -110,6 +110,33 @@ def _expect_no_term_of_adapters(trainer: Any) -> None:
         )
 
 
+def running_state(trainer: Any) -> dict[str, Any]:
+    """Return the sums of a trainer of TRL for its logs, which are in none of its checkpoints; nothing of another's.
+
+    Raises:
+        ConfigError: the trainer has more that would be lost.
+    """
+    name = _class_name(trainer)
+    if name is None:
+        return {}
+    if name not in _OF_TOKENS:
+        raise ConfigError(
+            f"TRL's {name} cannot be kept by an elastic job yet: what it generates, or compares with, is in no save. "
+            f"Of TRL's trainers {', '.join(sorted(_OF_TOKENS))} goes on exactly; start this one without --elastic."
+        )
+    of_modes = {mode: {key: list(values) for key, values in of.items()} for mode, of in trainer._metrics.items()}
+    return {"metrics": of_modes, "tokens": trainer._total_train_tokens}
+
+
+def set_running_state(trainer: Any, state: dict[str, Any]) -> None:
+    """Put back what `running_state` returned."""
+    if state:
+        trainer._total_train_tokens = state["tokens"]
+        for mode, metrics in state["metrics"].items():
+            trainer._metrics[mode].clear()
+            trainer._metrics[mode].update(metrics)
+
+
 def _class_name(trainer: object) -> str | None:
     """The name of `_class_of`, with its package if that is experimental; None if of none."""
     kind = _class_of(trainer)

@@ -20,5 +20,7 @@ PRIVATE_NAMES = (
 ATTRIBUTES = (
     "trl.trainer.grpo_trainer:GRPOTrainer._is_vlm",
     "trl.trainer.rloo_trainer:RLOOTrainer._is_vlm",
+    "trl.trainer.sft_trainer:SFTTrainer._metrics",
+    "trl.trainer.sft_trainer:SFTTrainer._total_train_tokens",
 )
 """Private attributes that objects get while the program runs, and the source that sets them; checked in the tests."""

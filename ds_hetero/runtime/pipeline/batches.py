@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.batch_mode import LoaderAround
+from ds_hetero.runtime.data.batch_mode import TORCH_LOADERS, LoaderAround, LoaderNames
+from ds_hetero.runtime.data.epochs import STATE_VERSION, Epochs, expect_compatible
 from ds_hetero.runtime.data.shards import Entries, WholeBatch, read_batch
 from ds_hetero.runtime.peers.calls import Counts, expect_same_counts, own_calls
 from ds_hetero.runtime.peers.watch import waiting_for_peers
@@ -87,11 +88,38 @@ class SameBatches(LoaderAround):
     Args:
         dataloader: yields mappings with ``input_ids`` and ``labels``.
         device: where the tensors of a batch shall be.
+        names: by which the framework's loaders show their parts.
     """
 
-    def __init__(self, dataloader: Iterable[Any], device: torch.device) -> None:
+    def __init__(self, dataloader: Iterable[Any], device: torch.device, names: LoaderNames = TORCH_LOADERS) -> None:
         self.dataloader = dataloader
-        self._device = device
+        self._device, self._names = device, names
+        self._epochs = Epochs(dataloader, names)
+        self._epoch: int | None = None
+        self._start = self._used = 0  # batches of the epoch that are left out, and that were given
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the wrapped loader, or else its sampler and dataset, which epoch comes next."""
+        self._epoch = epoch
+        self._names.set_epoch(self.dataloader, epoch)
+
+    def state_dict(self) -> Entries:
+        """Where the epoch is, for `load_state_dict` on any rank: what was used is read again and dropped."""
+        start = self._epochs.state(amid_epoch=self._used > 0, checksum=self._epochs.checksum)
+        return {"version": STATE_VERSION, "epoch": self._epoch, "used": self._used, "start": start}
+
+    def load_state_dict(self, state: Entries) -> None:
+        """Begin the next epoch where ``state`` was taken; the one after that is whole.
+
+        Raises:
+            BatchError: the state is of another version. The next epoch raises it where the loader gives other batches
+                than before.
+        """
+        expect_compatible(state, {"version": STATE_VERSION})
+        if state["epoch"] is not None:
+            self.set_epoch(state["epoch"])
+        self._start = self._used = state["used"]
+        self._epochs.resume(state["start"], state["used"], 0)
 
     def __iter__(self) -> Iterator[Entries]:
         """Yield batches.
@@ -104,13 +132,17 @@ class SameBatches(LoaderAround):
             StepError: on every rank, when one has left out a forward, a backward or a step, or is elsewhere.
             PeerError: another rank could not read its batch.
         """
-        batches = iter(self.dataloader)
-        for number in count():
+        start, self._start = self._start, 0
+        self._used = start
+        batches = self._epochs.read()
+        for number in count(start):
             batch = _fetch(batches, number)
             if batch is None:
-                return
+                break
+            self._used = number + 1
             on_device = {name: e.to(self._device) if isinstance(e, Tensor) else e for name, e in batch.items()}
             yield from own_calls.giving(on_device)
+        self._used = 0
 
 
 def _fetch(batches: Iterator[Any], number: int) -> Any:

@@ -50,7 +50,7 @@ SECTION_KEYS: Mapping[str, SectionKey] = {
     "replan.report_only": _FOLLOWED,
     "layout": _refused("the schedules of the plan's stages have theirs", None),
     "batch": _refused("the batches of pipelines are those of the plan", None),
-    "elastic": _refused("stages cannot go on from memory with other ranks yet", None),
+    "elastic": _FOLLOWED,
     "placement.mode": _refused("batches are cut by their length", "stream"),
     "loss": _refused("pipelines compute the loss of the model themselves", None),
     "zero_within": _refused("a plan of pipelines has owners of its own", None),

@@ -22,7 +22,7 @@ def warm_socket(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("job", "num_faults"), [(Job(1, [1, 1, 1]), 6), (Job(3, [2, 2]), 5), (Job(2, [1, 1], by_trainer=True), 5)]
+    ("job", "num_faults"), [(Job(1, [1, 1, 1]), 6), (Job(3, [2, 2]), 5), (Job(2, [1, 1], loop="trainer"), 5)]
 )
 def test_a_job_goes_on_exactly_after_every_fault(tmp_path, warm_socket, job, num_faults):
     with cluster_of(job, tmp_path, EVERY, warm_socket) as cluster:

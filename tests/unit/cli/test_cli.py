@@ -237,6 +237,20 @@ def test_every_answer_says_what_it_assumes(command, capsys):
     assert "share 1.25 GB/s of network" in line and "through the host's memory" in line and "the whole loss" in line
 
 
+@pytest.mark.parametrize(("stage", "of_rank_0"), [("1", 2), ("3", 0)])
+def test_fit_says_what_saves_of_an_elastic_job_take_of_the_hosts(stage, of_rank_0, capsys):
+    cards = ("--gpus", "4090 | 4090", "--network", "10GbE", "--model", "llama-3.2-1b", "--seq-len", "4K")
+    assert _ended("fit", *cards, "--zero-stage", stage, "--elastic", "1", "--json") in (0, 1)
+    saves = json.loads(capsys.readouterr().out)["saves"]
+    count = load_model("llama-3.2-1b").num_parameters
+    # Master weights and two moments of Adam of a half each, and on rank 0 bf16 weights besides, where they are whole.
+    assert saves["part_bytes"] == [6 * count + of_rank_0 * count, 6 * count]
+    total = 2 * sum(saves["part_bytes"])  # two slots of the own part, and two of the other's copy
+    assert list(saves["shared_memory_bytes"].values()) == [total, total]
+    _ended("fit", *cards, "--zero-stage", stage, "--elastic", "1")
+    assert "an elastic job with 1 copy of each part takes" in capsys.readouterr().out
+
+
 def test_plan_that_does_not_fit_names_the_line_of_fit_which_runs(capsys):
     job = ("--gpus", "3090x2", "--model", "Qwen/Qwen3-8B", "--seq-len", "4K", "--no-checkpointing")
     assert _ended("plan", *job, "--layout", "zigzag") == 2

@@ -79,8 +79,11 @@ def test_workers_that_ended_break_the_round_for_all():
 
 def test_a_newcomer_waits_until_the_round_is_broken():
     meeting, b, a, c = _three()
-    d = Agent(meeting, "d").join(4.0)
+    d = Agent(meeting, "d")
+    d.info["card"] = "NVIDIA GeForce RTX 3090"
+    d.join(4.0)
     assert d.heard == [] and meeting.newcomers == ["d"]
+    assert meeting.newcomer_cards == {"d": ["NVIDIA GeForce RTX 3090"]}
     for agent in (a, b, c):  # they leave at a commit
         agent.join(5.0)
     assert d.last()["round"]["members"] == ["a", "b", "c", "d"] and meeting.newcomers == []
@@ -144,6 +147,36 @@ def test_one_error_twice_without_a_step_ends_the_job_and_errors_of_one_round_cou
         agent.last()
     a.join(9.0, error="ValueError: x", step=7)
     assert "twice at step 7" in c.last()["closed"]
+
+
+def _rounds_lost_to_peers(agents, count, **last):
+    for _ in range(count):
+        for agent in agents:
+            agent.last()
+            agent.join(3.0, error="PeerError: rank 1 cannot be reached", is_of_peer=True, **last)
+    return [agent.last() for agent in agents]
+
+
+def test_rounds_that_only_end_in_errors_of_peers_end_the_job():
+    _, *agents = _three()
+    assert all("round" in said for said in _rounds_lost_to_peers(agents, 9))
+    for said in _rounds_lost_to_peers(agents, 1):
+        assert "10 rounds" in said["closed"] and "rank 1 cannot be reached" in said["closed"]
+
+
+def test_rounds_that_end_after_a_step_do_not():
+    _, *agents = _three()
+    for said in _rounds_lost_to_peers(agents, 25, has_stepped=True):
+        assert said["round"]["number"] == 26
+
+
+def test_rounds_of_other_members_do_not():
+    meeting, *agents = _three()
+    _rounds_lost_to_peers(agents, 9)
+    newcomer = Agent(meeting, "d").join(4.0)
+    _rounds_lost_to_peers(agents, 1)
+    for said in _rounds_lost_to_peers([*agents, newcomer], 9):
+        assert "round" in said
 
 
 def test_one_error_again_after_further_steps_does_not():

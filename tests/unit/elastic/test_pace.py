@@ -3,11 +3,11 @@ from ds_hetero.elastic.pace import Pace
 
 def _train(pace, cycles, quiet, busy_s, save_s):
     for _ in range(cycles):
-        for seconds in busy_s:
-            pace.add_step(seconds, is_busy=True)
+        for number, seconds in enumerate(busy_s):
+            pace.add_step(seconds, begins=number == 0, is_busy=True)
         pace.save_s = save_s
         for _ in range(quiet):
-            pace.add_step(1.0, is_busy=False)
+            pace.add_step(1.0, begins=False, is_busy=False)
     return pace.needed_steps()
 
 
@@ -26,6 +26,36 @@ def test_a_save_that_delays_steps_is_spread_over_so_many_that_it_costs_two_perce
 
 def test_without_a_quiet_step_the_length_of_a_save_decides():
     assert _train(Pace(), cycles=2, quiet=0, busy_s=[2.0], save_s=5.0) == 3
+
+
+def test_saves_shorter_than_a_step_are_looked_at_before_they_follow_one_another():
+    pace = Pace()
+    pace.save_s = 0.3  # after each step, which it delays by half
+    for _ in range(4):
+        pace.add_step(1.5, begins=True, is_busy=True)
+    assert pace.needed_steps() == 3  # of which one shows what a step takes
+    for _ in range(3):
+        pace.add_step(1.5, begins=True, is_busy=True)
+        pace.add_step(1.0, begins=False, is_busy=False)
+        pace.add_step(1.0, begins=False, is_busy=False)
+    assert pace.needed_steps() == 25
+
+
+def test_saves_that_follow_one_another_are_looked_at_again_in_a_while():
+    pace = Pace()
+    assert _train(pace, cycles=3, quiet=2, busy_s=[1.0], save_s=0.5) == 1
+    for _ in range(99):
+        pace.add_step(1.2, begins=True, is_busy=True)
+    assert pace.needed_steps() == 1
+    pace.add_step(1.2, begins=True, is_busy=True)
+    assert pace.needed_steps() == 3
+    pace.add_step(1.0, begins=False, is_busy=False)
+    assert pace.needed_steps() == 1  # one such run among three does not count
+    for _ in range(2):
+        for _ in range(100):
+            pace.add_step(1.3, begins=True, is_busy=True)
+        pace.add_step(1.0, begins=False, is_busy=False)
+    assert pace.needed_steps() == 11  # the median of 0, 0, 0.2, 0.3 and 0.3 s
 
 
 def test_one_slow_step_does_not_count_and_five_minutes_are_the_most():

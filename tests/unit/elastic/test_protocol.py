@@ -14,6 +14,7 @@ from ds_hetero.elastic.segments import (
     choose_slot,
     committed_step,
     place_copies,
+    slot_bytes,
     whole_saves,
 )
 
@@ -48,6 +49,11 @@ def test_copies_go_to_other_nodes_with_most_room():
     assert place_copies(parts, {"a": 100, "b": 50, "c": 100}, 2) == {0: ("c", "b"), 1: ("a", "c")}
     assert place_copies(parts, {"a": 100}, 1) == {0: (), 1: ("a",)}
     assert place_copies([Part(rank=0, node="a", num_bytes=1)], {"a": 5}, 2) == {0: ()}
+
+
+def test_two_slots_are_needed_of_each_own_part_and_of_each_copy():
+    parts = [Part(rank=0, node="a", num_bytes=30), Part(rank=1, node="b", num_bytes=10)]
+    assert slot_bytes(parts, {0: ("b",), 1: ()}) == {"a": 60, "b": 80}
 
 
 # The model. A node has one rank. Files are (node, owner, slot) -> (save, content); a dirty file is absent.

@@ -11,7 +11,9 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from ds_hetero.elastic.node import rendezvous
+from ds_hetero.elastic.node import wire as place_of
 from ds_hetero.elastic.node.wire import NodePlace
+from ds_hetero.elastic.worker import Worker
 from ds_hetero.errors import ConfigError
 
 
@@ -53,14 +55,76 @@ def test_a_worker_that_runs_may_be_silent_for_longer_than_one_that_is_stopped(
     handler = rendezvous.KeeperRendezvous(place, "n-0", ("127.0.0.1", 1), "127.0.0.1", {}, "ds_hetero")
     with subprocess.Popen(["sleep", "60"]) as worker:
         if is_stopped:
-            worker.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, worker.pid, os.WSTOPPED)
-        place.write("beat-n-0-0.json", {"pid": worker.pid, "round": 0})
+            _stop(worker)
+        place.show_life("n-0-0", worker.pid, 0, has_stepped=False)
         os.utime(tmp_path / "beat-n-0-0.json", (0, time.time() - silent_s))
         handler._end_silent_workers()
         lives = worker.poll() is None if not is_killed else _lives_after(worker, 5)
         worker.kill()  # also where it was not to be: a stopped process would be waited for without end
     assert lives != is_killed
+
+
+@pytest.mark.parametrize(("round_s", "is_killed"), [(1, False), (9, True)])
+def test_a_worker_that_was_stopped_before_its_first_sign_of_life_is_killed(round_s, is_killed, tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_HETERO_ELASTIC_SILENCE_S", "5")
+    place = NodePlace(job="job", node="n", folder=tmp_path)
+    place.show_life("n-0-0", os.getpid(), 7, has_stepped=True)  # of an earlier round, and no sign of this one
+    handler = rendezvous.KeeperRendezvous(place, "n-0", ("127.0.0.1", 1), "127.0.0.1", {}, "ds_hetero")
+    handler._began_s = time.monotonic() - round_s
+    with subprocess.Popen(["sleep", "60"]) as worker, subprocess.Popen(["sleep", "60"]) as running:
+        _stop(worker)
+        handler._end_silent_workers()
+        lives = worker.poll() is None if not is_killed else _lives_after(worker, 5)
+        assert running.poll() is None
+        worker.kill()
+        running.kill()
+    assert lives != is_killed
+
+
+def _stop(process):
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+
+
+def test_the_first_sign_of_life_of_a_forked_worker_is_its_servers(tmp_path):
+    names = {"JOB": "job", "NODE": "n", "AGENT": "n-0", "ROUND": "3", "SHM": str(tmp_path)}
+    environment = {**os.environ, "LOCAL_RANK": "0", **{place_of.PREFIX + name: one for name, one in names.items()}}
+    place = NodePlace.of("job", "n", environment)
+    place.make()
+    path = tmp_path / "socket"
+    code = f"from ds_hetero.elastic.node.warm import WarmServer; WarmServer({str(path)!r}).serve()"
+    client = [sys.executable, "-S", "-E", place_of.__file__.replace("wire.py", "client.py"), str(path)]
+    with subprocess.Popen([sys.executable, "-c", code]) as server:
+        while not path.exists():
+            assert server.poll() is None
+            time.sleep(0.02)
+        (tmp_path / "silent.py").write_text("print('ran')")
+        done = subprocess.run(
+            [*client, "--", "-m", "silent"],
+            env={**environment, "PYTHONPATH": str(tmp_path)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        sign = place.read("beat-n-0-0.json")
+        server.kill()
+    assert (done.returncode, done.stdout) == (0, "ran\n"), done
+    assert sign is not None and (sign["round"], sign["has_stepped"]) == (3, False)
+
+
+def test_the_last_words_are_of_the_worker_that_did_not_end_with_another(tmp_path):
+    place = NodePlace(job="job", node="n", folder=tmp_path)
+    handler = rendezvous.KeeperRendezvous(place, "n-0", ("127.0.0.1", 1), "127.0.0.1", {}, "ds_hetero")
+    for rank, (error, is_of_peer) in enumerate([("PeerError: gone", True), ("ValueError: x", False), ("Peer", True)]):
+        worker = Worker(place=place, agent="n-0", local_rank=rank, round_number=0)
+        worker.note_step(5)
+        worker.note_error(error, is_of_peer=is_of_peer)
+        for one in worker._wakeup:
+            one.close()
+    words = handler._last_words()
+    assert words["error"] == "ValueError: x" and words["step"] == 5 and words["has_stepped"]
+    assert handler._last_words() == {"has_stepped": True}
 
 
 def _lives_after(process, seconds):

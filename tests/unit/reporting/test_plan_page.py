@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from ds_hetero.cluster import cluster_to_dict
 from ds_hetero.reporting.grid import points_of
 from ds_hetero.reporting.html import Page, html_table
+from ds_hetero.reporting.run_file import write_run
 from tests.reported import SEQ_LEN, TWO_MACHINES, command, described, plan_file, run_of
 
 SECTIONS = [
@@ -30,6 +32,17 @@ SECTIONS = [
     "The plan file",
 ]
 MOST_BYTES = 1_500_000
+
+
+def test_a_run_says_which_ranks_went_and_came(capsys: Any, tmp_path: Path) -> None:
+    path = plan_file(capsys, tmp_path)
+    run = run_of(described(path), tmp_path / "run.json")
+    event = {"kind": "resume", "time": 1.764e9, "ranks": "4 -> 3", "step": 14, "gone": ["slow-1-0"]}
+    write_run(replace(run, events=(event,)), tmp_path / "run.json")
+    out = tmp_path / "page.html"
+    assert command(capsys, "report", path, "--run", tmp_path / "run.json", "--out", out)[0] == 0
+    page = out.read_text(encoding="utf-8")
+    assert "2025-11-24 16:00:00" in page and "ranks 4 -&gt; 3, step 14, gone [&#x27;slow-1-0&#x27;]" in page
 
 
 def _open(browser: Any, path: Path, width: int = 1280, scheme: str = "light") -> tuple[Any, list[str]]:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
+from ds_hetero.frameworks.deepspeed.in_memory import is_in_memory, read_part
 from ds_hetero.frameworks.deepspeed.loading import expect_one_save
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.protocols import Content, State
@@ -65,8 +66,12 @@ def save_pipelines(
 def frozen_state(pipelined: PipelinedEngine, method: Function, *args: object, **kwargs: object) -> State:
     """In place of ``module_state_dict``: whole parameters that are not trained, from one rank that holds them.
 
+    None of them with ``exclude_frozen_parameters``.
+
     Collectives: in a ``"tensor"`` stage an all_gather for every parameter that is cut and not trained.
     """
+    if kwargs.get("exclude_frozen_parameters"):
+        return {}
     frozen = {name: p for name, p in pipelined.stage.parameters().items() if not p.requires_grad}
     whole = {name: whole_parameter(parameter) for name, parameter in frozen.items()}
     return whole if pipelined.stage.is_writer else {}
@@ -91,7 +96,7 @@ def load_any_plan(
         tag: left out, the one that ``latest`` names.
         load_optimizer_states: with moments and the like.
         load_module_only: parameters alone, no counters either.
-        kwargs: of the method, not used here.
+        kwargs: of the method; without ``load_module_strict`` parameters that are not trained may be left out.
 
     Caller: every rank of the world.
     Collectives: `on_all_ranks` for each check; those of `AsymmetricGradientSync.gather`.
@@ -102,7 +107,7 @@ def load_any_plan(
     folder = _folder(Path(load_dir), tag)
     if folder is None:
         return None, {}
-    manifest = expect_one_save(pipelined.engine, folder, with_optimizer=True)
+    manifest = None if is_in_memory() else expect_one_save(pipelined.engine, folder, with_optimizer=True)
     engine, optimizer = pipelined.engine, pipelined.engine.optimizer
     parts: list[Content] = []
 
@@ -112,7 +117,7 @@ def load_any_plan(
         with_state = load_optimizer_states and not load_module_only
         for name, boxes in optimizer.sync.owned_boxes.items():
             _take_owned(optimizer, name, boxes, [owned[name] for owned in saved if name in owned], with_state)
-        _take_frozen(pipelined, parts)
+        _take_frozen(pipelined, parts, is_strict=bool(kwargs.get("load_module_strict", True)))
 
     on_all_ranks(take)
     optimizer.sync.gather()
@@ -125,7 +130,7 @@ def load_any_plan(
             engine.lr_scheduler.load_state_dict(first["lr_scheduler"])
         if manifest is not None:
             restore_random_states(folder, manifest)
-    return str(folder), dict(first[_CLIENT_STATE])
+    return str(folder), dict(first.get(_CLIENT_STATE, {}))
 
 
 def read_parts(folder: Path) -> list[Content]:
@@ -134,8 +139,7 @@ def read_parts(folder: Path) -> list[Content]:
     Raises:
         CheckpointError: there are none, or they are no checkpoint of pipelines.
     """
-    paths = sorted(folder.glob(_PARTS))
-    parts = [torch.load(path, map_location="cpu", mmap=True, weights_only=False) for path in paths]
+    parts: list[Content] = [read_part(str(path)) for path in sorted(folder.glob(_PARTS))]
     if not parts or any("owned" not in (part.get("optimizer") or {}) for part in parts):
         raise CheckpointError(
             f"{folder} holds no checkpoint of pipelines. Load it with the plan or schedule that it was saved under, or "
@@ -193,12 +197,14 @@ def _take_owned(optimizer: Any, name: str, boxes: Sequence[Box], pieces: Sequenc
     optimizer.inner.state[owned] = state
 
 
-def _take_frozen(pipelined: PipelinedEngine, parts: Sequence[Content]) -> None:
+def _take_frozen(pipelined: PipelinedEngine, parts: Sequence[Content], *, is_strict: bool) -> None:
     saved = {name: tensor for part in parts for name, tensor in (part.get("module") or {}).items()}
     for name, parameter in pipelined.stage.parameters().items():
         if parameter.requires_grad:
             continue
         if name not in saved:
+            if not is_strict:
+                continue
             raise CheckpointError(f"the checkpoint has no {name}, which the model does not train.")
         with torch.no_grad():
             local_tensor(parameter).copy_(_part_of(parameter, saved[name]))

@@ -31,6 +31,7 @@ from ds_hetero.decision.facts import JobFacts
 from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.engine.ds_config import read_training_facts
 from ds_hetero.errors import ConfigError, ModelError
+from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed.hooks import HookedEngine
 from ds_hetero.frameworks.deepspeed.installer import Installer
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
@@ -119,6 +120,7 @@ class PipelineInstaller(Installer):
     def install(self) -> tuple[HookedEngine, tuple[Any, ...]]:
         """Cut the model and build the engine."""
         model: nn.Module = self._given["model"]
+        described = elastic.describe_parameters(model)
         examined = on_all_ranks(self._examine)
         named, self._is_empty = examined[self._rank].groups, _agreed_is_empty(examined)
         made = self._registry.process_groups
@@ -134,6 +136,7 @@ class PipelineInstaller(Installer):
         boundaries = make_boundary_groups(self._plan, made)
         built = self._build(stage, named)
         engine = built[0]
+        stage.elastic = elastic.prepare(engine, self._start, described)
         runner = None
         if self._stage is not None:
             neighbours = neighbours_of(self._plan, self._rank, boundaries, default_device())
@@ -148,6 +151,7 @@ class PipelineInstaller(Installer):
             monitor=self._monitor(engine, lambda plan: move_layers(pipelined, plan)),
             groups=made,
             outputs_with=self._models.outputs_with,
+            elastic=stage.elastic,
         )
         self._registry.note_pipelined(stage)
         return pipelined, built

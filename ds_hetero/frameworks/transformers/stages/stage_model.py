@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from ds_hetero.engine.adapters import ElasticState
 from ds_hetero.engine.forward_mode import sharding
 from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
@@ -66,6 +67,7 @@ class StageModel:
         dtype: of the parameters and of the activations between stages.
         measures: sums that the last stage adds up beside the loss, see `measure_tokens`; None to leave them out.
         is_writer: of the ranks that hold this stage's layers, it writes what all hold alike.
+        elastic: keeps the engine's state in memory; None in a job that is not elastic.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, rank: int, tile_tokens: int | None = None) -> None:
@@ -90,6 +92,7 @@ class StageModel:
         self._timers: list[RemovableHandle] = []
         self._is_running = False
         self.measures: Tensor | None = None
+        self.elastic: ElasticState | None = None
         self._guard = self._pretrained.register_forward_pre_hook(self._expect_pipeline)
         self._decoder_guard = self._decoder.register_forward_pre_hook(self._expect_pipeline)
         self._sharded: ShardedModel | None = None
