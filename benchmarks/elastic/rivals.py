@@ -182,7 +182,7 @@ def faults_of(rival: Rival, draw: random.Random, end_s: float) -> Iterator[dict[
     judged = 0
     while time.monotonic() < end_s:
         time.sleep(draw.uniform(0.5, 2.5))
-        before, killed_s = _newest(rival.events()), time.time()
+        before, killed_s = _newest(rival.events()) + 1, time.time()  # the step under way may still end
         rival.kill(draw)
 
         def next_step(ranks: int = 1, before: int = before, killed_s: float = killed_s) -> float | None:
@@ -193,7 +193,7 @@ def faults_of(rival: Rival, draw: random.Random, end_s: float) -> Iterator[dict[
 
         if not _wait(rival, lambda: next_step(RANKS) is not None, end_s):
             return  # it had no more time; no fault is judged half
-        until = before + 1
+        until = before
         ready = [event["step"] for event in rival.events() if event["event"] == "ready" and event["time"] > killed_s]
         repeats = rival.kind != "torchft"  # which never goes back
         yield {

@@ -68,7 +68,6 @@ ASKED = {
     "zero_partition": {"zero_partition": "memory"},
     "zero_within": {"zero_within": "node"},
     "batch": {"batch": [1]},
-    "elastic": {"elastic": {}},
     "placement.mode": {"placement": "documents"},
     "verify": {"verify": "always"},
     "replan.enabled": {"replan": {"enabled": True}},
@@ -83,7 +82,9 @@ def test_every_key_of_the_section_has_a_row():
 
 @pytest.mark.parametrize("path", ASKED)
 def test_a_key_that_stages_do_not_follow_is_refused(path):
-    check_pipeline_section(read_section({"parallel": "full", "tile_tokens": 1024, "attention": "torch"}), INNER)
+    check_pipeline_section(
+        read_section({"parallel": "full", "tile_tokens": 1024, "attention": "torch", "elastic": {}}), INNER
+    )
     section = read_section({"parallel": "full", **ASKED[path]})
     for inner in INNER:
         if inner not in SECTION_KEYS[path].refused:
