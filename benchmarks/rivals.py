@@ -1,6 +1,6 @@
 """Whether our planner is ever slower than a published one, and how far it is from the optimum.
 
-    python -m benchmarks.rivals [--clusters 500] [--exact 60] [--seconds 1500] [--json]
+    python -m benchmarks.rivals [--clusters 500] [--exact 60] [--seconds 1500] [--resume] [--json]
 
 On random clusters, under one cost model, each with all published planners of its kind:
 
@@ -10,8 +10,9 @@ On random clusters, under one cost model, each with all published planners of it
     documents   2 to 16 equal or unequal units on 1 to 4 nodes, 1 to 60 documents; Zeppelin where nodes are equal
 
 Nothing is measured, and clusters are numbered: the same numbers give the same clusters everywhere. After ``--seconds``
-no further one is begun, and the result says how many there were. The exit code is 1 if ours is slower anywhere by more
-than 1e-5, which the search may give for equal shares of equal ranks.
+no further one is begun, and the result says how many there were; ``--resume`` goes on with the rows of the result file,
+which the same planner should have made. The exit code is 1 if ours is slower anywhere by more than 1e-5, which the
+search may give for equal shares of equal ranks.
 """
 
 from __future__ import annotations
@@ -62,12 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--exact", type=int, default=60, help="of which so many are solved to the optimum")
     parser.add_argument("--seconds", type=float, default=1500, help="after which no further cluster is begun")
     parser.add_argument("--kinds", choices=sorted(KINDS), nargs="+", default=list(KINDS))
+    parser.add_argument("--resume", action="store_true", help="keep the clusters that the result file has")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--output", type=Path, default=FOLDER / "rivals.json")
     options = parser.parse_args(arguments)
     outcome = header(" ".join(["python -m benchmarks.rivals", *(arguments or sys.argv[1:])]))
+    rows = json.loads(options.output.read_text())["rows"] if options.resume and options.output.exists() else []
+    known = {(row["kind"], row["index"]) for row in rows}
     tasks = [(kind, i, i < options.exact) for i in range(options.clusters) for kind in options.kinds]
-    rows = list(_run(tasks, time.monotonic() + options.seconds))
+    rows += _run([task for task in tasks if task[:2] not in known], time.monotonic() + options.seconds)
     outcome["summary"] = {kind: summary([row for row in rows if row["kind"] == kind]) for kind in options.kinds}
     outcome["failures"] = [
         f"{kind} {row['index']}: ours is {row['least'] - 1:+.4%} against {row['least_of']}"

@@ -2,7 +2,7 @@
 
     stream          this engine, cut by length alone, tokens by speed
     over all        every document over all ranks, zigzag, tokens by speed: TransformerEngine's context parallelism
-    documents       this engine, placed by documents
+    documents       this engine's default: placed by documents where that is predicted to gain more than predictions err
     stock           DeepSpeed's Ulysses; inside its all-to-all, attention of one document after the other
     one rank alone  rank 0 with the whole batch, nothing sent
     all at once     every rank with some KV heads of the whole batch, by speed; nothing sent (`AtOnce`)
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from benchmarks.measure.contenders import Contender, Shape, contiguous_positions
 from benchmarks.measure.models import VOCABULARY, trained_model
-from ds_hetero.planner.documents import UnitCosts, place_documents
+from ds_hetero.cluster.catalogue import PROFILED_ERROR
+from ds_hetero.planner.documents import DocumentPlacer, UnitCosts
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
@@ -80,7 +81,7 @@ class PackedBatch:
         if name == STREAM:
             return stream_placement(schedule, self.tokens, rows)
         if name == DOCUMENTS:
-            return place_documents(schedule, self.documents, self.tokens, costs).with_rows(rows)
+            return DocumentPlacer(costs, least_gain=PROFILED_ERROR)(schedule, self.tokens, rows)
         weights = [1 / seconds for seconds in costs.square_s]
         tokens = tuple(share(length, weights) for length in self.lengths)
         members = tuple(range(schedule.ring_size))
@@ -97,6 +98,7 @@ def layer_actions(
     shape: Shape,
     speeds: Sequence[float],
     costs: UnitCosts,
+    names: Sequence[str] = (STREAM, OVER_ALL, DOCUMENTS),
 ) -> tuple[dict[str, Callable[[], object]], dict[str, Placement]]:
     """Forward and backward of one layer by these contenders, and the placements; on every rank."""
     schedule = proportional(speeds, shape.num_heads, shape.num_kv_heads)
@@ -104,7 +106,7 @@ def layer_actions(
     spec = AttentionSpec(kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None))
     positions = batch.position_ids
     actions: dict[str, Callable[[], object]] = {}
-    placements = {name: batch.place(name, schedule, costs) for name in (STREAM, OVER_ALL, DOCUMENTS)}
+    placements = {name: batch.place(name, schedule, costs) for name in names}
     for name, placement in placements.items():
         known = KnownPlacement(placement=placement, documents_from=POSITIONS, position_runs=position_runs(positions))
         held = placement.positions(dist.get_rank())

@@ -1,9 +1,12 @@
 r"""A document over two nodes of two ranks: one ring over all ranks, against from node to node and round inside them.
 
     python -m benchmarks.documents routes --link 0.5       # about two minutes
+    python -m benchmarks.documents routes --link 1 --interfaces 1 2 --messages --tokens 32768 --budget 20
 
-One attention layer, forward and backward, by turns in the same processes. The ranks of a node share its link, so that
-what is measured is the gain of fewer bytes between nodes and of longer hiding, not that of several interfaces.
+One attention layer, forward and backward, by turns in the same processes. With one interface the ranks of a node share
+its link, so that what is measured is the gain of fewer bytes between nodes and of longer hiding. With two each rank has
+one, and what leaves by each is counted. With ``--messages`` nothing is computed, as on devices whose attention takes no
+time: what is left is this engine's messages of one long sequence, and how fast the interfaces carry them.
 """
 
 from __future__ import annotations
@@ -29,9 +32,12 @@ from benchmarks.emulation.emulator import RankLab, emulate
 from benchmarks.measure.contenders import Contender, Shape
 from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.measure.turns import take_turns
+from ds_hetero.batch.tiles import Band
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import batch_layout
+from ds_hetero.runtime.attention.kernels import SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.placement import Lane, Placement, Rows
@@ -43,11 +49,25 @@ ONE_RING, BY_NODES = "one ring over all ranks", "from node to node"
 CORES = 0.85  # of all ranks together: more, and ranks compete with their communication threads
 
 
-def measure(lab: RankLab, tokens: int, rounds: int, budget_s: float) -> dict[str, Any]:
-    """Both ways by turns, on one rank; equal on all but for the seconds."""
+class _Nothing(TorchKernel):
+    """Attention that takes no time: results are zeros."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
+        """Zeros."""
+        return q.new_zeros(()).expand(q.shape), q.new_zeros(()).expand(q.shape[:3])
+
+    def backward(self, dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
+        """Zeros."""
+        zero = dout.new_zeros(())
+        return zero.expand(saved.q.shape), zero.expand(saved.k.shape), zero.expand(saved.v.shape)
+
+
+def measure(lab: RankLab, tokens: int, rounds: int, budget_s: float, computes: bool) -> dict[str, Any]:
+    """Both ways by turns, on one rank; equal on all but for the seconds and what left by its node's interfaces."""
     shape, schedule = Shape(), ring(len(NODES), Shape.num_heads, Shape.num_kv_heads)
     replica = make_replica(Plan.of_replicas([schedule]))
-    spec = AttentionSpec(kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None))
+    kernel = kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None) if computes else _Nothing()
+    spec = AttentionSpec(kernel)
     held = share(tokens, [1] * len(NODES))
     lane = Lane(members=tuple(range(len(NODES))), spans=((0, tokens),), tokens=(held,), layout="zigzag")
     plain = Placement(
@@ -67,9 +87,34 @@ def measure(lab: RankLab, tokens: int, rounds: int, budget_s: float) -> dict[str
             "counted": counted_bytes(actions[name], NODES),
             "planned": planned_bytes(placement, shape, NODES),
         }
-    dist.barrier()
+    sent = {name: _sent_by(action) for name, action in actions.items()}
     turns = take_turns(actions, rounds, budget_s, lab.own_pids)
-    return {"seconds": turns.seconds, "bytes": wire, "foreign_cores": turns.foreign_cores, "text": lab.describe()}
+    of_ranks: list[Any] = [None] * len(NODES)
+    dist.all_gather_object(of_ranks, sent)
+    interfaces = {name: [of_ranks[NODES.index(node)][name] for node in sorted(set(NODES))] for name in actions}
+    return {
+        "seconds": turns.seconds,
+        "bytes": wire,
+        "interfaces": interfaces,
+        "foreign_cores": turns.foreign_cores,
+        "text": lab.describe(),
+    }
+
+
+def _sent_by(action: Callable[[], object]) -> dict[str, int]:
+    """Bytes that leave this rank's node by every interface in one run of all ranks; headers and retries included."""
+    dist.barrier()
+    before = sent_by_interface()
+    dist.barrier()
+    action()
+    dist.barrier()
+    return {name: count - before[name] for name, count in sent_by_interface().items()}
+
+
+def sent_by_interface() -> dict[str, int]:
+    """Bytes sent so far by every interface of this node but loopback."""
+    lines = (line.split(":") for line in Path("/proc/thread-self/net/dev").read_text().splitlines()[2:])
+    return {name.strip(): int(numbers.split()[8]) for name, numbers in lines if name.strip() != "lo"}
 
 
 def main(words: Sequence[str]) -> None:
@@ -77,33 +122,72 @@ def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.documents routes", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--link", type=float, default=0.5, help="Gbit/s of each node's link; 0: loopback")
+    parser.add_argument("--link", type=float, default=0.5, help="Gbit/s of each interface; 0: loopback")
+    parser.add_argument("--interfaces", type=int, nargs="+", default=[1], help="of every node, one after the other")
+    parser.add_argument("--messages", action="store_true", help="compute nothing")
     parser.add_argument("--tokens", type=int, default=8192, help="of the document")
     parser.add_argument("--rounds", type=int, default=20, help="turns of both at most")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for all turns")
     parser.add_argument("--output", type=Path, default=FOLDER / "documents_routes.json", help="the result file")
     options = parser.parse_args(words)
+    runs = [_run(options, count) for count in options.interfaces]
+    result = {**header(" ".join(["python -m benchmarks.documents routes", *words])), "emulated": True, "runs": runs}
+    write(json.loads(json.dumps(result)), options.output)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for run in runs:
+        _show(run, options.tokens, console)
+    first, last = runs[0], runs[-1]
+    if len(runs) > 1:
+        rates = [run["bit_per_s"][BY_NODES] for run in (first, last)]
+        console.print(
+            f"{BY_NODES}: {rates[0] / 1e9:.2f} Gbit/s leave a node by {first['interfaces_of_a_node']} interface, "
+            f"{rates[1] / 1e9:.2f} by {last['interfaces_of_a_node']}: {rates[1] / rates[0]:.2f}x"
+        )
+    Console(stderr=True).print(f"written to {options.output}")
+
+
+def _run(options: argparse.Namespace, interfaces: int) -> dict[str, Any]:
     link = options.link * 1e9 or None
-    nodes = tuple(EmulatedNode(speeds=(1.0, 1.0), link_bit_per_s=link) for _ in range(2))
-    console = Console(stderr=True)
+    nodes = tuple(EmulatedNode(speeds=(1.0, 1.0), link_bit_per_s=link, links=interfaces) for _ in range(2))
     with (
-        progress(console) as report,
+        progress(Console(stderr=True)) as report,
         emulate(EmulatedCluster(nodes=nodes, fastest_cores=CORES / len(NODES) * 2)) as emulated,
     ):
-        arguments = (options.tokens, options.rounds, options.budget)
+        arguments = (options.tokens, options.rounds, options.budget, not options.messages)
         result = emulated.run(measure, *arguments, on_report=report)[0]
-    result = {**header(" ".join(["python -m benchmarks.documents routes", *words])), "emulated": True, **result}
-    result["medians_s"] = {name: median(seconds) for name, seconds in result["seconds"].items()}
     paired = [a / b for a, b in zip(result["seconds"][ONE_RING], result["seconds"][BY_NODES], strict=True)]
-    result["over_one_ring"] = median(paired)
-    write(json.loads(json.dumps(result)), options.output)
-    table = Table(title=f"EMULATED: a document of {options.tokens:,} tokens over two nodes of two ranks, fp32")
-    for column in ("way", "s", "over one ring", "inside nodes, counted / planned", "between nodes, counted / planned"):
+    medians = {name: median(seconds) for name, seconds in result["seconds"].items()}
+    # Both nodes send as much; of the busier one.
+    sent = {name: max(sum(of_node.values()) for of_node in nodes) for name, nodes in result["interfaces"].items()}
+    return {
+        **result,
+        "interfaces_of_a_node": interfaces,
+        "medians_s": medians,
+        "over_one_ring": median(paired),
+        "bit_per_s": {name: 8 * sent[name] / medians[name] for name in medians},
+    }
+
+
+def _show(run: dict[str, Any], tokens: int, console: Console) -> None:
+    table = Table(
+        title=f"EMULATED: a document of {tokens:,} tokens over two nodes of two ranks, fp32; "
+        f"{run['interfaces_of_a_node']} interface(s) a node"
+    )
+    for column in (
+        "way",
+        "s",
+        "over one ring",
+        "inside nodes, counted / planned",
+        "between nodes, counted / planned",
+        "left by each interface of a node, MB",
+        "Gbit/s of a node",
+    ):
         table.add_column(column)
-    for name, seconds in result["medians_s"].items():
-        counted, planned = result["bytes"][name]["counted"], result["bytes"][name]["planned"]
+    for name, seconds in run["medians_s"].items():
+        counted, planned = run["bytes"][name]["counted"], run["bytes"][name]["planned"]
         cells = [f"{counted[kind]:,} / {planned[kind]:,.0f}" for kind in counted]
-        gain = result["over_one_ring"] if name == BY_NODES else 1.0
-        table.add_row(name, f"{seconds:.3f}", f"{gain:.2f}x", *cells)
-    Console(width=None if sys.stdout.isatty() else 160).print(result["text"], table, sep="\n")
-    console.print(f"written to {options.output}")
+        gain = run["over_one_ring"] if name == BY_NODES else 1.0
+        left = "; ".join(", ".join(f"{n / 1e6:.1f}" for n in of_node.values()) for of_node in run["interfaces"][name])
+        rate = run["bit_per_s"][name] / 1e9
+        table.add_row(name, f"{seconds:.3f}", f"{gain:.2f}x", *cells, left, f"{rate:.2f}")
+    console.print(run["text"], table, sep="\n")

@@ -3,12 +3,15 @@ r"""Four ranks in two nodes, 4:3:2:1 or equal, and packed batches: attention and
     python -m benchmarks.documents run                     # about 30 minutes
     python -m benchmarks.documents run --quick             # three: ArXiv lengths, half the tokens
     python -m benchmarks.documents run --scopes replan     # a rank that loses speed while the job runs
+    python -m benchmarks.documents run --brief             # the default against the stream alone, every cell
     python -m benchmarks.documents run --kept cases.jsonl  # goes on where it was stopped
 
 Lengths are those that Zeppelin publishes, divided by `--shrink`. The placement is planned with the speeds that are
 measured when they are set, for attention with the rates at which all ranks compute the batch at once when nothing is
 sent. The bound is the time of rank 0 alone, times its share of the sum of measured speeds; for attention a second one
 stands beside it: the batch at the rates at once.
+What documents are compared with is what a job gets that says nothing of its placement: where the predicted gain is no
+larger than the error of predictions, it is the stream, and the table says so.
 Bytes are counted where they are sent, and compared with what the placement says; and a stream of one document is held
 against the same stream through the placement of documents.
 """
@@ -21,7 +24,7 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,9 +55,11 @@ from benchmarks.emulation.emulator import RankLab, emulate
 from benchmarks.measure.contenders import Shape
 from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.measure.turns import take_turns, timed_run
-from ds_hetero.planner.documents import UnitCosts
+from ds_hetero.planner.document_search.placement_loads import placement_loads
+from ds_hetero.planner.documents import UnitCosts, place_documents
 from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
 from ds_hetero.values.baselines import proportional
+from ds_hetero.values.schedule import Schedule
 
 SPEEDS = {"4:3:2:1": (4.0, 3.0, 2.0, 1.0), "equal": (1.0, 1.0, 1.0, 1.0)}
 ATTENTION, STEP, SINGLE = "attention", "training step", "one document"
@@ -63,6 +68,7 @@ STEPS_AFTER = 20
 NODES = (0, 0, 1, 1)
 ALL_CORES = 0.85  # of all ranks together: more, and ranks compete with their communication threads
 FRAGMENT_ROWS = 96.0  # what rectangles, merging and messages of a part cost beside its share of the pairs
+BUILDING_CORES = 0.4  # of every rank, while nothing is measured
 RUNS_AT_ONCE = 2  # before the placement is planned
 
 
@@ -80,6 +86,8 @@ class RunPlan:
         seed: of the batches.
         link_bit_per_s: between the nodes; None: loopback.
         kept: file that gets a line for every case as soon as it has been measured.
+        brief: stream and documents alone; the bounds for ArXiv's lengths on unequal ranks alone.
+        until_s: of the monotonic clock, after which no further case is begun.
     """
 
     cases: tuple[tuple[str, str, str], ...]
@@ -91,6 +99,8 @@ class RunPlan:
     seed: int
     link_bit_per_s: float | None = None
     kept: Path | None = None
+    brief: bool = False
+    until_s: float = float("inf")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -130,7 +140,7 @@ def measure(lab: RankLab, plan: RunPlan) -> list[dict[str, Any]]:
     dist.barrier()
     results = []
     for done, (scope, speeds, distribution) in enumerate(plan.cases):
-        if (scope, speeds, distribution) in known:
+        if (scope, speeds, distribution) in known or not _goes_on(plan.until_s):
             continue
         lab.report(done / len(plan.cases), f"{scope}, {speeds}, {distribution}")
         if speeds != measured:
@@ -143,14 +153,25 @@ def measure(lab: RankLab, plan: RunPlan) -> list[dict[str, Any]]:
     return results
 
 
+def _goes_on(until_s: float) -> bool:
+    """Whether rank 0 still has time."""
+    box = torch.tensor(int(time.monotonic() < until_s))
+    dist.broadcast(box, src=0)
+    return bool(box)
+
+
 def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: str) -> dict[str, Any]:
     cores = [speed.measured for speed in lab.speeds]
     batch = plan.batch(distribution)
     case: dict[str, Any] = {"scope": scope, "speeds": speeds, "distribution": distribution}
+    has_bounds = not plan.brief or (scope, speeds, distribution) == (ATTENTION, "4:3:2:1", "arxiv")
     if scope == STEP:
-        costs = _costs(plan, plan.shape.num_layers, *_solve_step(plan, batch), cores)
+        costs = _step_costs(lab, plan)
         names = (STOCK, STREAM, OVER_ALL, DOCUMENTS, ALONE) if speeds == "4:3:2:1" else (STREAM, DOCUMENTS, ALONE)
-        actions = step_actions(batch, plan.shape, cores, costs, names)
+        names = (STREAM, DOCUMENTS) if plan.brief else names
+        with lab.at_speed(BUILDING_CORES):  # DeepSpeed's engines are built for minutes on a tenth of a core
+            actions = step_actions(batch, plan.shape, cores, costs, names)
+        case |= _predicted(batch, proportional(cores, plan.shape.num_heads, plan.shape.num_kv_heads), costs)
     else:
         alone = alone_layer(batch, plan.shape)
         at_once = AtOnce(batch, plan.shape, cores)
@@ -159,18 +180,21 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
         rates = case["rates_at_once"] = [median(of_rank) for of_rank in zip(*at_once.rates(), strict=True)]
         edge = case["edge_tokens"] = at_once.edge_tokens()
         costs = _costs(plan, 1, edge / batch.squares, 1 / batch.squares, rates)
-        actions, placements = layer_actions(batch, plan.shape, rates, costs)
-        case["bytes"] = {
-            name: {
-                "counted": counted_bytes(actions[name], NODES),
-                "planned": planned_bytes(placement, plan.shape, NODES),
+        names = (STREAM, DOCUMENTS) if plan.brief else (STREAM, OVER_ALL, DOCUMENTS)
+        actions, placements = layer_actions(batch, plan.shape, rates, costs, names)
+        case |= _predicted(batch, placements[STREAM].schedule, costs)
+        if not plan.brief:
+            case["bytes"] = {
+                name: {
+                    "counted": counted_bytes(actions[name], NODES),
+                    "planned": planned_bytes(placement, plan.shape, NODES),
+                }
+                for name, placement in placements.items()
             }
-            for name, placement in placements.items()
-        }
         case["rank_tokens"] = placements[DOCUMENTS].rank_tokens
-        actions = actions | {ALONE: alone, AT_ONCE: at_once}
+        actions = actions | ({ALONE: alone, AT_ONCE: at_once} if has_bounds else {})
     turns = take_turns(actions, plan.rounds, plan.budget_s, lab.own_pids)
-    if scope == ATTENTION:
+    if scope == ATTENTION and has_bounds:
         turns.seconds[AT_ONCE] = [1 / sum(of_run) for of_run in at_once.rates()[RUNS_AT_ONCE:]]
     return case | {
         "documents": batch.lengths,
@@ -181,13 +205,26 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
     }
 
 
+def _predicted(batch: PackedBatch, schedule: Schedule, costs: UnitCosts) -> dict[str, Any]:
+    """What the placement of documents is predicted to gain, and whether the batch stays a stream all the same."""
+    by_documents = place_documents(schedule, batch.documents, batch.tokens, costs)
+    times = [
+        placement_loads(placement, batch.documents, costs).predicted_s + costs.step_s
+        for placement in (batch.place(STREAM, schedule, costs), by_documents)
+    ]
+    return {
+        "predicted_over_stream": times[0] / times[1],
+        "stays_stream": batch.place(DOCUMENTS, schedule, costs).is_stream,
+    }
+
+
 def _renewal(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: str) -> dict[str, Any]:
     """One rank loses speed between two steps: when are the others no longer held up?"""
     cores = [speed.measured for speed in lab.speeds]
     asked = [share * sum(lab.cluster.cores) / sum(SPEEDS[speeds]) for share in SPEEDS[speeds]]
     batch = plan.batch(distribution)
     schedule = proportional(cores, plan.shape.num_heads, plan.shape.num_kv_heads)
-    costs = _costs(plan, plan.shape.num_layers, *_solve_step(plan, batch), cores)
+    costs = _step_costs(lab, plan)
     replan = {"enabled": True, "interval_steps": 3}
     step, alone = engine_step(DOCUMENTS, batch, plan.shape, schedule, costs, replan), alone_step(batch, plan.shape)
     alone()
@@ -214,7 +251,7 @@ def _renewal(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution:
 def _costs(plan: RunPlan, num_layers: int, token_s: float, square_s: float, speeds: Sequence[float]) -> UnitCosts:
     """Costs of ranks with these speeds, by the times at speed 1; links inside nodes count as free."""
     shape = plan.shape
-    kv_bytes = 2 * 2 * shape.num_kv_heads * shape.head_dim * torch.float32.itemsize  # gradients too
+    kv_bytes = 3 * 2 * shape.num_kv_heads * shape.head_dim * torch.float32.itemsize  # forward, backward and gradients
     cross_s = num_layers * kv_bytes * 8 / plan.link_bit_per_s if plan.link_bit_per_s else 0.0
     return UnitCosts(
         token_s=tuple(token_s / speed for speed in speeds),
@@ -227,19 +264,39 @@ def _costs(plan: RunPlan, num_layers: int, token_s: float, square_s: float, spee
     )
 
 
-def _solve_step(plan: RunPlan, batch: PackedBatch) -> tuple[float, float]:
-    """Seconds per token, diagonals included, and per square of a length of a step, from two of rank 0 alone."""
-    short = PackedBatch((plan.tokens // 64,) * 64)
+def _step_costs(lab: RankLab, plan: RunPlan) -> UnitCosts:
+    """Costs of a training step: by token, by square, and once.
+
+    Of what a step costs once the optimizer is most; ZeRO divides it evenly, so that the slowest rank takes longest.
+    """
+    if plan.tokens not in _solved:
+        with lab.at_speed(ALL_CORES):  # rank 0 alone, the others wait
+            _solved[plan.tokens] = [seconds * ALL_CORES for seconds in _solve_step(plan)]
+    token_s, square_s, once_s = _solved[plan.tokens]
+    cores = [speed.measured for speed in lab.speeds]
+    costs = _costs(plan, plan.shape.num_layers, token_s, square_s, cores)
+    return replace(costs, step_s=once_s / len(cores) / min(cores))
+
+
+_solved: dict[int, list[float]] = {}  # by tokens of a batch: core seconds by token, by square and once
+
+
+def _solve_step(plan: RunPlan) -> list[float]:
+    """Seconds per token, diagonals included, per square of a length, and once, of a step of rank 0 alone.
+
+    From three batches: many short documents, half of these, and one document.
+    """
+    short = plan.tokens // 64
+    batches = [PackedBatch((short,) * 64), PackedBatch((short,) * 32), PackedBatch((plan.tokens // 4,))]
     seconds = []
-    for one in (short, batch):
-        step = alone_step(one, plan.shape)
+    for batch in batches:
+        step = alone_step(batch, plan.shape)
         step()
         seconds.append(min(timed_run(step) for _ in range(2)))
-    box: list[Any] = [seconds]
-    dist.broadcast_object_list(box, src=0)
-    short_s, batch_s = box[0]
-    square_s = max((batch_s - short_s) / max(batch.squares - short.squares, 1), 1e-12)
-    return max((short_s - square_s * short.squares) / short.tokens, 1e-9), square_s
+    parts = torch.tensor([[batch.tokens, batch.squares, 1] for batch in batches], dtype=torch.float64)
+    solved = torch.linalg.solve(parts, torch.tensor(seconds, dtype=torch.float64)).clamp(min=1e-12)
+    dist.broadcast(solved, src=0)
+    return list(solved.tolist())
 
 
 def main(words: Sequence[str]) -> None:
@@ -255,6 +312,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--speeds", nargs="+", choices=tuple(SPEEDS), help="these alone, in every scope")
     parser.add_argument("--link", type=float, help="Gbit/s between the nodes; left out, loopback")
     parser.add_argument("--budget", type=float, help="seconds of a case, after which no further round begins")
+    parser.add_argument("--brief", action="store_true", help="stream and documents alone; bounds for ArXiv at 4:3:2:1")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further case is begun")
     parser.add_argument("--kept", type=Path, help="a line per case; cases that it has are not measured again")
     parser.add_argument("--output", type=Path, help="the result file")
     options = parser.parse_args(words)
@@ -286,11 +345,11 @@ def _plan(options: argparse.Namespace) -> RunPlan:
         (ATTENTION, speeds, name)
         for speeds in SPEEDS
         for name in (*distributions, SINGLE)
-        if not (options.quick and name == SINGLE and speeds == "equal")
+        if not (name == SINGLE and (options.brief or (options.quick and speeds == "equal")))
     ]
     steps = ["4:3:2:1"] if options.quick else list(SPEEDS)
     cases += [(STEP, speeds, name) for speeds in steps for name in distributions]
-    cases += [(REPLAN, "equal", "arxiv")]
+    cases += [] if options.brief else [(REPLAN, "equal", "arxiv")]
     cases = [
         (scope, speeds, name)
         for scope, speeds, name in cases
@@ -306,4 +365,6 @@ def _plan(options: argparse.Namespace) -> RunPlan:
         seed=options.seed,
         link_bit_per_s=None if options.link is None else options.link * 1e9,
         kept=options.kept and options.kept.resolve(),
+        brief=options.brief,
+        until_s=time.monotonic() + options.seconds,
     )

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.documents.contenders import ALONE, AT_ONCE, STREAM
+from benchmarks.documents.contenders import ALONE, AT_ONCE, DOCUMENTS, STREAM
 from benchmarks.documents.wire import LINK_KINDS
 from benchmarks.measure.statistics import within_bound
 
@@ -24,7 +24,7 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if case["scope"] == REPLAN:
             continue
         cores, medians = case["measured_speeds"], {name: median(s) for name, s in case["seconds"].items()}
-        bound_s = medians[ALONE] * cores[0] / sum(cores)
+        bound_s = medians[ALONE] * cores[0] / sum(cores) if ALONE in medians else None
         at_once = case["seconds"].get(AT_ONCE)
         for name, seconds in case["seconds"].items():
             if name in (ALONE, AT_ONCE):
@@ -35,9 +35,11 @@ def summarize(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     **{key: case[key] for key in ("scope", "speeds", "distribution")},
                     "contender": name,
                     "seconds": medians[name],
-                    "of_bound": bound_s / medians[name],
+                    "of_bound": bound_s and bound_s / medians[name],
                     "of_bound_at_once": at_once and median(a / b for a, b in zip(at_once, seconds, strict=True)),
                     "over_stream": median(paired),
+                    "predicted": case["predicted_over_stream"] if name == DOCUMENTS else None,
+                    "stays_stream": name == DOCUMENTS and case["stays_stream"],
                     "rounds": len(paired),
                     "foreign_cores": case["foreign_cores"],
                 }
@@ -61,6 +63,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         "of the bound",
         "at once",
         "over stream",
+        "predicted",
         "rounds",
         "foreign",
     ):
@@ -69,9 +72,10 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         table.add_row(
             *(row[key] for key in ("scope", "speeds", "distribution", "contender")),
             f"{row['seconds']:.3f}",
-            within_bound(f"{row['of_bound']:.1%}", row["of_bound"]),
+            within_bound(f"{row['of_bound']:.1%}", row["of_bound"]) if row["of_bound"] else "",
             f"{row['of_bound_at_once']:.1%}" if row["of_bound_at_once"] else "",
             f"{row['over_stream']:.2f}x",
+            f"{row['predicted']:.2f}x{', stays a stream' if row['stays_stream'] else ''}" if row["predicted"] else "",
             str(row["rounds"]),
             f"{row['foreign_cores']:.2f}",
         )

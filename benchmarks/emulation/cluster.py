@@ -24,12 +24,14 @@ class EmulatedNode:
         memory_bytes: what each rank may allocate beyond what it has when it joins; None for no limit.
         link_bit_per_s: of its link to the switch, each way; None for loopback.
         link_delay_s: of the same, one way. Between two nodes the delays of both links add up.
+        links: that it has, each of that rate; its i-th rank uses the i-th, and so on in turn.
     """
 
     speeds: tuple[float, ...]
     memory_bytes: tuple[int | None, ...] = ()
     link_bit_per_s: float | None = None
     link_delay_s: float = 0.0
+    links: int = 1
 
     def __post_init__(self) -> None:
         if not self.speeds or not all(0 < speed < float("inf") for speed in self.speeds):
@@ -53,6 +55,8 @@ class EmulatedCluster:
     def __post_init__(self) -> None:
         if len({node.link_bit_per_s is None for node in self.nodes}) != 1:
             raise ValueError("bandwidth_gbit_per_s must be given for all nodes or for none of them.")
+        if len({node.links for node in self.nodes}) != 1 or self.nodes[0].links < 1:
+            raise ValueError("all nodes must have as many links, at least one.")
         if not 0 < self.fastest_cores <= 1:
             raise ValueError(f"fastest_cores must be in (0, 1], got {self.fastest_cores}.")
 

@@ -62,8 +62,10 @@ class Emulation:
 
     @property
     def nodes(self) -> list[networks.Node]:
-        """By rank."""
-        return [self.network.nodes[node] for node in self.settings.cluster.node_of_rank]
+        """By rank, each with the link that it uses."""
+        links, nodes = self.network.links, self.settings.cluster.nodes
+        within = [(node, rank % links) for node, each in enumerate(nodes) for rank in range(len(each.speeds))]
+        return [self.network.nodes[node * links + link] for node, link in within]
 
     def run(self, fn: Callable[..., Any], *args: Any, on_report: Report = lambda done, now: None) -> list[Any]:
         """Run ``fn(lab, *args)`` on every rank and return what each returned; see `benchmarks.measure.ranks.run`."""
@@ -90,11 +92,12 @@ def emulate(
     count = len(cluster.nodes)
     links: dict[str, Any] = {"rate_bit_per_s": 1.0, "methods": ["none"]}
     if cluster.has_links:
-        delays = [node.link_delay_s for node in cluster.nodes]
+        ends = [(i, node.link_delay_s) for i, node in enumerate(cluster.nodes) for _ in range(node.links)]
         links = {
-            "rate_bit_per_s": [node.link_bit_per_s for node in cluster.nodes],
-            "delay_s": [[delays[i] + delays[j] if i != j else 0.0 for j in range(count)] for i in range(count)],
+            "rate_bit_per_s": [cluster.nodes[i].link_bit_per_s for i, _ in ends],
+            "delay_s": [[0.0 if i == j else a + b for j, b in ends] for i, a in ends],
             "methods": list(network_methods),
+            "links": cluster.nodes[0].links,
         }
     with (
         speed_limits(len(cluster.speeds)) as limits,
@@ -141,6 +144,13 @@ class RankLab:
         """Give every rank its share of a core from now on, and measure what came of it. Caller: every rank."""
         self.speeds = measure_speed(self._throttle, cores, self._reference)
         return self.speeds
+
+    @contextmanager
+    def at_speed(self, cores: float) -> Iterator[None]:
+        """Another share of a core for this rank inside, not measured; for work that is not."""
+        self.change_speed(cores)
+        yield
+        self.change_speed(self.speeds[self.rank].asked)
 
     def change_speed(self, cores: float) -> None:
         """Change this rank's speed alone, at once, and without measuring it."""

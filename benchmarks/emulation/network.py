@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulation.relay import DEVICE, address, enter_namespace
+from benchmarks.emulation.relay import DEVICE, address, device_of, enter_namespace
 
 METHODS = ("relay", "veth")
 _START_S = 20
@@ -50,10 +50,12 @@ class Node:
     Args:
         namespace: path of its network namespace; None for the machine itself.
         address: where other nodes reach it.
+        device: by which they do.
     """
 
     namespace: str | None
     address: str
+    device: str = DEVICE
 
     def enter(self) -> None:
         """Move the calling thread, and every process and thread it starts later, to this node."""
@@ -64,7 +66,7 @@ class Node:
     @property
     def environment(self) -> dict[str, str]:
         """What torch.distributed needs to be told; `enter` sets it."""
-        return {} if self.namespace is None else {"GLOO_SOCKET_IFNAME": DEVICE}
+        return {} if self.namespace is None else {"GLOO_SOCKET_IFNAME": self.device}
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Network:
 
     Args:
         method: ``"relay"``, ``"veth"``, or ``"none"``: all nodes are this machine, and its loopback joins them.
+        nodes: one after the other; where each has several links, once for every link.
         rate_bit_per_s: of every node's link, each way.
         delay_s: one way, by pair.
         measured: from every node to the next, before anything else ran on it.
@@ -96,6 +99,7 @@ class Network:
     pair_bit_per_s: tuple[tuple[float | None, ...], ...] | None = None
     measured: tuple[LinkMeasurement, ...] = ()
     process: subprocess.Popen[str] | None = None
+    links: int = 1
 
     def asked(self, sender: int, receiver: int) -> tuple[float, float]:
         """(rate, round trip) that were asked for between two nodes."""
@@ -158,6 +162,7 @@ def emulate(
     delay_s: float | Sequence[Sequence[float]] = 0.0,
     pair_bit_per_s: Sequence[Sequence[float | None]] | None = None,
     methods: Sequence[str] = METHODS,
+    links: int = 1,
 ) -> Iterator[Network]:
     """Make the network, measure it, and take it down at the end.
 
@@ -166,12 +171,14 @@ def emulate(
         rate_bit_per_s: of every node's link to the switch, each way; one number or one per node.
         delay_s: one way between different nodes; one number or a matrix by (sender, receiver).
         pair_bit_per_s: further limits by (sender, receiver), None for no limit; the relay only.
-        methods: to try, in this order. ``"veth"`` has no delay and no pair limits and is passed over where they are
-            asked for. ``"none"`` always works and shapes nothing: for callers that can do without.
+        methods: to try, in this order. ``"veth"`` has no delay, no pair limits and one link a node, and is passed over
+            where they are asked for. ``"none"`` always works and shapes nothing: for callers that can do without.
+        links: of every node, each with the node's rate; rates, delays and pairs are then by node and link.
 
     Raises:
         EmulationError: no method works here.
     """
+    nodes *= links
     rates = _per_node(rate_bit_per_s, nodes)
     delays = _per_pair(delay_s, nodes)
     pairs = tuple(map(tuple, pair_bit_per_s)) if pair_bit_per_s is not None else None
@@ -180,21 +187,25 @@ def emulate(
         if method == "none":
             yield Network("none", (Node(None, "127.0.0.1"),) * nodes)
             return
-        if method == "veth" and (pairs or any(map(any, delays))):
-            reasons.append("veth: has no delay and no limits by pair")
+        if method == "veth" and (pairs or links > 1 or any(map(any, delays))):
+            reasons.append("veth: has no delay, no limits by pair and one link a node")
             continue
         try:
             process, namespaces = _start(
-                {"method": method, "rate_bit_per_s": rates, "delay_s": delays, "pair_bit_per_s": pairs}
+                {"method": method, "rate_bit_per_s": rates, "delay_s": delays, "pair_bit_per_s": pairs, "links": links}
             )
         except OSError as error:
             reasons.append(f"{method}: {error}")
             continue
         try:
-            made = tuple(Node(path, address(node)) for node, path in enumerate(namespaces))
-            network = Network(method, made, rates, delays, pairs, process=process)
-            links = [_measure(network, node, (node + 1) % nodes) for node in range(nodes if nodes > 1 else 0)]
-            yield replace(network, measured=tuple(links))
+            made = tuple(
+                Node(path, address(node, link), device_of(link))
+                for node, path in enumerate(namespaces)
+                for link in range(links)
+            )
+            network = Network(method, made, rates, delays, pairs, process=process, links=links)
+            pairs_of_nodes = [(node, (node + links) % nodes) for node in range(nodes if nodes > links else 0)]
+            yield replace(network, measured=tuple(_measure(network, *pair) for pair in pairs_of_nodes))
         finally:
             process.terminate()
             _close(process)

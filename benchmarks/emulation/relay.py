@@ -3,8 +3,8 @@
 The namespaces have no names. They and every device in them exist as long as this process, or one that entered them,
 so that nothing is left behind whatever ends the program, SIGKILL included. Others enter through /proc/<pid>/fd/<fd>.
 
-    relay   every node has one TUN device, and this process carries the packets between them: each waits for the
-            sender's link, the link of the pair, the delay of the pair and the receiver's link
+    relay   every node has a TUN device for each of its links, and this process carries the packets between them: each
+            waits for the sender's link, the link of the pair, the delay of the pair and the receiver's link
     veth    every node has a veth pair to a bridge, shaped in the kernel by tc's token bucket; no delay
 
 Only the standard library is imported, so that it starts at once and the relay keeps up.
@@ -40,9 +40,14 @@ _TFD_NONBLOCK, _TFD_ABSTIME = 0o4000, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def address(node: int) -> str:
-    """The node's IPv4 address."""
-    return f"10.77.{node >> 8}.{(node & 255) + 1}"
+def address(node: int, link: int = 0) -> str:
+    """The node's IPv4 address on one of its links; each link has a subnet, so that packets leave by the right one."""
+    return f"10.{77 + link}.{node >> 8}.{(node & 255) + 1}"
+
+
+def device_of(link: int) -> str:
+    """Name of a node's device for one of its links."""
+    return f"{DEVICE.rstrip('0')}{link}"
 
 
 def enter_namespace(path: str) -> None:
@@ -66,7 +71,7 @@ def main() -> None:
         _announce(namespaces)
         signal.pause()
     else:
-        namespaces, tuns = _make_tuns(config["rate_bit_per_s"])
+        namespaces, tuns = _make_tuns(config["rate_bit_per_s"], config["links"])
         _real_time()
         _announce(namespaces)
         Relay(tuns, config).run()
@@ -99,6 +104,10 @@ def _tool(*words: object) -> None:
 
 def _prepare_node() -> None:
     _ip("link", "set", "lo", "up")
+    # What arrives on one link may have been sent on another.
+    for which in ("all", "default"):
+        with contextlib.suppress(OSError), open(f"/proc/sys/net/ipv4/conf/{which}/rp_filter", "w") as setting:
+            setting.write("0")
     # bbr, the default on some machines, may mistake a shaped link for a slower one. Containers may refuse the change.
     with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as setting:
         setting.write("reno")
@@ -147,17 +156,21 @@ def _shape(device: str, rate_bit_per_s: float) -> None:
 # --- TUN devices and the relay ----------------------------------------------------------------------
 
 
-def _make_tuns(rates_bit_per_s: list[float]) -> tuple[list[int], list[int]]:
+def _make_tuns(rates_bit_per_s: list[float], links: int) -> tuple[list[int], list[int]]:
+    """Namespaces by node, and devices by node and link, as the rates are."""
     home = os.open("/proc/self/ns/net", os.O_RDONLY)
     namespaces, tuns = [], []
-    for node, rate in enumerate(rates_bit_per_s):
-        namespaces.append(_new_namespace())
+    for index, rate in enumerate(rates_bit_per_s):
+        node, link = divmod(index, links)
+        device = device_of(link)
+        if link == 0:
+            namespaces.append(_new_namespace())
+            _prepare_node()
         tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-        fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
-        _prepare_node()
-        _ip("address", "add", f"{address(node)}/{SUBNET_BITS}", "dev", DEVICE)
-        _ip("link", "set", DEVICE, "mtu", MTU, "txqueuelen", 1000, "up")
-        _shape(DEVICE, rate)  # so that TCP feels a full link, as it feels that of a network card
+        fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _IFF_TUN | _IFF_NO_PI))
+        _ip("address", "add", f"{address(node, link)}/{SUBNET_BITS}", "dev", device)
+        _ip("link", "set", device, "mtu", MTU, "txqueuelen", 1000, "up")
+        _shape(device, rate)  # so that TCP feels a full link, as it feels that of a network card
         tuns.append(tun)
     _check(_libc.setns(home, _CLONE_NEWNET), "setns")
     return namespaces, tuns
@@ -175,14 +188,16 @@ class _TimerSpec(ctypes.Structure):
 class Relay:
     """Carries IPv4 packets between the TUN devices at the rates and with the delays asked for.
 
-    A link is the time until which it is busy. A packet that would wait in a queue longer than `QUEUE_BYTES` is dropped,
-    as a switch does. SIGUSR1 asks for one line of JSON on what was carried so far.
+    Where nodes have several links, what is called a node here is one link of a node. A link is the time until which it
+    is busy. A packet that would wait in a queue longer than `QUEUE_BYTES` is dropped, as a switch does. SIGUSR1 asks
+    for one line of JSON on what was carried so far.
     """
 
     def __init__(self, tuns: list[int], config: dict[str, Any]) -> None:
         self._tuns = tuns
         nodes = range(len(tuns))
-        self._node_of = {bytes(map(int, address(node).split("."))): node for node in nodes}
+        places = [divmod(node, config["links"]) for node in nodes]
+        self._node_of = {bytes(map(int, address(*place).split("."))): node for node, place in enumerate(places)}
         self._delay_s: list[list[float]] = config["delay_s"]
         self._rate = [rate / 8 for rate in config["rate_bit_per_s"]]
         pairs = config["pair_bit_per_s"]

@@ -72,6 +72,7 @@ class SplitModel(Protocol):
     latest_positions: Tensor | None
     is_restored: bool
     places_documents: bool
+    asked_for_documents: bool
     placer: Placer
     checks: BatchChecks
 
@@ -137,7 +138,7 @@ class SplitModel(Protocol):
     def declare_loss(self, convention: str | None) -> None:
         """Set `loss_convention`."""
 
-    def place_documents(self, placer: Placer | None) -> None:
+    def place_documents(self, placer: Placer | None, *, asked_for: bool = True) -> None:
         """Place the batches that are drawn from now on by their documents; None: by their length."""
 
     def record_batches(self, observers: Sequence[Callable[[BatchLayout], None]]) -> None:

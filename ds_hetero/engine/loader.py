@@ -56,11 +56,12 @@ class ModelLoader(ShardedLoader):
                 keep_labels=not model.moves_labels,
                 keep_inputs=model.cuts_inputs,
                 by_documents=model.places_documents,
+                joins_rows=model.asked_for_documents,
                 complete=model.complete,
                 keeps=model.checks.is_due,
             ),
             placer=model.place,
-            plan_ahead=(lambda: model.placer) if model.places_documents else None,
+            plan_ahead=(lambda: model.placer) if model.asked_for_documents else None,
             names=KNOWN_LOADERS,
         )
 

@@ -260,8 +260,10 @@ class Registry:
             known.model.expect_section(start.section)
         elif start.section.tile_tokens is not None:
             known.model.tile(start.section.tile_tokens)
-        by_documents = start.section.placement.mode != "stream"
-        _place_batches(known, agree_on_placer(world, start, replica.replica_id) if by_documents else None)
+        mode = start.section.placement.mode
+        is_open = not isinstance(known.model, WholeModel) and not known.model.cuts_inputs and mode is None
+        places = mode == "documents" or is_open
+        _place_batches(known, agree_on_placer(world, start, replica.replica_id) if places else None)
         if world.rank == 0:
             announce_start(start)
         return known
@@ -361,9 +363,9 @@ class Registry:
 def _place_batches(known: PreparedModel, placer: DocumentPlacer | None) -> None:
     """Let a model's batches be placed, and observed by what compares them with forecasts or counts their zones."""
     model, start = known.model, known.start
-    model.place_documents(placer)
+    model.place_documents(placer, asked_for=start.section.placement.mode is not None)
     known.zones = None if placer is None else DocumentZones(placer.costs.node)
-    takes_advice = placer is None and not isinstance(model, WholeModel) and not model.cuts_inputs
+    takes_advice = not isinstance(model, WholeModel) and not model.cuts_inputs
     observers: list[PredictionCheck | DocumentAdvice | DocumentZones] = []
     if start.forecasts:
         observers.append(known.prediction_check)

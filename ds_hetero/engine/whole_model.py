@@ -209,7 +209,7 @@ class WholeModel:
                 'by "batch": [6, 2].'
             )
 
-    def place_documents(self, placer: Placer | None) -> None:
+    def place_documents(self, placer: Placer | None, *, asked_for: bool = True) -> None:
         """Refuse documents, which only a split batch has placed.
 
         Raises:

@@ -28,10 +28,13 @@ from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import HeterogeneitySection, PlacementSection
 
 
-def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentPlacer:
-    """Return what places the batches of one replica by their documents, where the section asks for it.
+def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentPlacer | None:
+    """Return what places the batches of one replica by their documents; None where all are cut by their length.
 
-    Where the devices are not known, the schedule's token weights stand for their speeds.
+    Where documents were asked for and the devices are not known, the schedule's token weights stand for their speeds.
+    Where the section says nothing, they are placed if devices are known and no schedule is to change, and if that is
+    predicted to save more of a step than the error of the device that is known least; no unit is then given more tokens
+    than its memory has room for with that error.
 
     Args:
         world: the ranks of the job.
@@ -44,9 +47,36 @@ def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentP
     Raises:
         HeteroError: the cost model cannot be asked; on every rank.
     """
-    flat = world.on_all_ranks(lambda: [c.to_floats() for c in _unit_costs(start)] if world.rank == 0 else None)[0]
-    assert flat is not None
-    return document_placer(start.section.placement, UnitCosts.from_floats(flat[replica_id]))
+    section = start.section.placement
+    find = _default_costs if section.mode is None else _unit_costs
+
+    def decide() -> tuple[float, list[list[float]]] | None:
+        costs = find(start) if world.rank == 0 else ()
+        return (_error(start), [of_replica.to_floats() for of_replica in costs]) if costs else None
+
+    found = world.on_all_ranks(decide)[0]
+    if found is None:
+        return None
+    placer = document_placer(section, UnitCosts.from_floats(found[1][replica_id]))
+    return replace(placer, least_gain=found[0]) if section.mode is None else placer
+
+
+def _error(start: JobStart) -> float:
+    """Error of the predictions of a step, of the replica whose devices are known least."""
+    return max((forecast.prediction.error for forecast in start.forecasts), default=0.0)
+
+
+def _default_costs(start: JobStart) -> Sequence[UnitCosts]:
+    """Costs of the units of every replica where documents were not asked for; none where they are not placed."""
+    if not start.forecasts or start.section.replan.enabled:
+        return ()
+    try:
+        costs = _unit_costs(start)
+    except HeteroError as error:
+        logger.debug("documents are not placed: %s", error)
+        return ()
+    room = 1 - _error(start)
+    return [replace(c, most_tokens=tuple(int(most * room) for most in c.most_tokens)) for c in costs]
 
 
 def _unit_costs(start: JobStart) -> Sequence[UnitCosts]:
@@ -202,7 +232,8 @@ WORTH_SAYING = 0.05  # of the time of a layer
 class DocumentAdvice:
     """Says once what placing documents is predicted to save, at the first batch that has several.
 
-    It is silent where the section has ``"placement"``, and where nothing is known of the devices: on all ranks but 0.
+    It is silent where the section has ``"placement"``, where nothing is known of the devices, which is so on all ranks
+    but 0, and from the first batch on that is placed by its documents.
 
     Args:
         forecasts: one per replica, this rank's first; none where nothing is known of the devices.
@@ -218,6 +249,8 @@ class DocumentAdvice:
         if forecast is None or len(rows) != 1 or len(rows[0].documents) < 2 or not torch.is_grad_enabled():
             return
         self._forecast = None
+        if not batch.placement.is_stream:
+            return
         cost, documents, length = forecast.cost, rows[0].documents, batch.placement.length
         if not isinstance(cost, CalibratedCostModel):
             return
@@ -253,7 +286,9 @@ class DocumentZones:
         self._is_announced = False
 
     def record_batch(self, batch: BatchLayout) -> None:
-        """Count the tokens of a batch."""
+        """Count the tokens of a batch that has several documents, or that was placed by them."""
+        if batch.placement.is_stream and len(batch.placement.rows[0].documents) < 2:
+            return
         for lane in batch.placement.lanes:
             tokens = sum(stop - start for start, stop in lane.spans)
             self._tokens[lane.zone(self._node)] += batch.batch_size * tokens

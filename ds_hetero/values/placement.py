@@ -129,6 +129,12 @@ class Placement:
         """Every position that ``rank`` holds, in the order of its tokens."""
         return [p for start, stop in self.intervals(rank) for p in range(start, stop)]
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether the sequence was cut by its length alone, over all units."""
+        lane = self.lanes[0]
+        return len(self.lanes) == 1 and len(lane.members) == self.schedule.ring_size and len(lane.spans) == 1
+
     def with_rows(self, rows: tuple[Rows, ...]) -> Placement:
         """The same cut of a batch whose documents are known."""
         return replace(self, rows=rows)

@@ -72,7 +72,8 @@ class PlacementSection(BaseModel):
     """``"placement"``: which positions of a batch each rank holds. A string stands for an object with that mode.
 
     Args:
-        mode: ``"stream"`` cuts every batch by its length alone, ``"documents"`` by the documents in it.
+        mode: ``"stream"`` cuts every batch by its length alone, ``"documents"`` by the documents in it; left out, by
+            these where that is predicted to save more than predictions err, see `ds_hetero.job.documents`.
         max_tokens: of a batch row that one all-to-all group may hold; left out, what memory is predicted to allow.
         min_cut_tokens: shorter documents stay whole.
         planner: a published planner of documents in the place of ours; its mode is ``"documents"``.
@@ -80,7 +81,7 @@ class PlacementSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    mode: Literal["stream", "documents"] = "stream"
+    mode: Literal["stream", "documents"] | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     min_cut_tokens: int = Field(default=512, ge=2, le=MAX_SEQ_LEN)
     planner: str | None = Field(default=None, min_length=1, max_length=64)
@@ -222,7 +223,8 @@ _ACCEPTED = {
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}, or '
     '{"report_only": true}',
     "verify": '"first_batch" (check once that the split model computes what one process does), "always" or "off"',
-    "placement.mode": '"stream" (cut by length) or "documents" (placed by the documents of each batch)',
+    "placement.mode": '"stream" (cut by length) or "documents" (placed by the documents of each batch); left out, '
+    "whichever is predicted to be faster",
     "placement.max_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a batch row that one "
     "all-to-all group may hold",
     "placement.min_cut_tokens": f"a whole number >= 2 and <= {MAX_SEQ_LEN:,}; shorter documents stay whole",

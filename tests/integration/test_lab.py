@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from benchmarks.documents.routes import sent_by_interface
 from benchmarks.emulation.awake import awake_cores
-from benchmarks.emulation.cluster import read_cluster
+from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode, read_cluster
+from benchmarks.emulation.emulator import emulate
 from benchmarks.emulation.extension_locks import remove_abandoned_locks
+from benchmarks.emulation.network import EmulationError
 from benchmarks.emulation.throttle import CountedTime
 from benchmarks.lab import launch
 from benchmarks.lab.mesh import summarize as summarize_mesh
@@ -103,6 +107,40 @@ def test_every_rank_of_a_command_gets_its_node_and_speed(tmp_path):
     assert memory == ("enough", "enough", "too little")
     if where[0] != os.readlink("/proc/self/ns/net"):  # links could be emulated here
         assert where[0] == where[1] != where[2]
+
+
+def test_ranks_of_a_node_with_two_links_send_over_one_each_and_past_both_inside_it():
+    nodes = tuple(EmulatedNode(speeds=(1.0, 1.0), link_bit_per_s=1e9, links=2) for _ in range(2))
+    try:
+        with emulate(EmulatedCluster(nodes=nodes), network_methods=("relay",)) as emulated:
+            sent = emulated.run(_send_to_the_peers)
+    except EmulationError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    for of_rank in sent:
+        assert of_rank["inside"] == {"eth0": 0, "eth1": 0}
+        assert all(_BYTES < count < 1.1 * _BYTES for count in of_rank["between"].values()), of_rank
+
+
+_BYTES = 4 << 20
+
+
+def _send_to_the_peers(lab):
+    """Bytes by interface while every rank sends to the other one of its node, and to its counterpart of the other."""
+    sent = {}
+    for name, peer in (("inside", lab.rank ^ 1), ("between", lab.rank ^ 2)):
+        out, into = torch.ones(_BYTES, dtype=torch.uint8), torch.zeros(_BYTES, dtype=torch.uint8)
+        dist.barrier()
+        time.sleep(0.5)  # acknowledgements of the barrier
+        before = sent_by_interface()
+        work = dist.isend(out, peer)
+        dist.recv(into, peer)
+        work.wait()
+        time.sleep(0.5)
+        after = sent_by_interface()
+        assert into.all()
+        sent[name] = {device: after[device] - before[device] for device in after}
+        dist.barrier()
+    return sent
 
 
 def test_a_command_runs_once_per_node_and_knows_its_ranks(tmp_path):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ds_hetero.planner.document_search.candidates import PlacedLengths, place_everywhere
 from ds_hetero.planner.document_search.loads import Loads, loads_of
-from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts, crossing_of
+from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts, crossing_of, in_order
 from ds_hetero.values.placement import Lane, Placement, Range
 from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.splits import share
@@ -49,13 +49,12 @@ def make_placement(
         if len(ring) == 1:
             local[ring[0][0]].append(document)
             continue
-        ring = sorted(ring, key=lambda piece: (node[piece[0]], piece[0])) if costs.num_nodes > 1 else sorted(ring)
+        ring = in_order(ring, costs)
+        proxies = False
+        if node[ring[0][0]] != node[ring[-1][0]] and not (heads and len(ring) == len(node)):
+            crossing = crossing_of(ring, costs)
+            proxies, ring = crossing.proxies, in_order([*ring, *((unit, 0) for unit in crossing.outside)], costs)
         members, tokens = zip(*ring, strict=True)
-        proxies = (
-            node[members[0]] != node[members[-1]]
-            and not (heads and len(members) == len(node))
-            and crossing_of(ring, costs).proxies
-        )
         cut.setdefault((members, proxies), []).append((document, tokens))
     for spans, gaps in zip(local, _padding(documents, length, placed.padding), strict=True):
         if gaps:
@@ -69,7 +68,7 @@ def make_placement(
             layout="zigzag",
             nodes=tuple(node[unit] for unit in members),
             proxies=proxies,
-            by_heads=heads if len(members) == len(costs.node) else (),
+            by_heads=heads if len(members) == len(costs.node) and not proxies else (),
         )
         for (members, proxies), spans in cut.items()
     ]

@@ -21,9 +21,18 @@ import numpy as np
 
 from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats
 from ds_hetero.common.reading import MAX_SEQ_LEN
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.planner.document_search.unit_costs import TILE_ROWS, Pieces, UnitCosts, crossing_of, routed_s_per_byte
+from ds_hetero.cost.model import once_s
+from ds_hetero.planner.document_search.unit_costs import (
+    TILE_ROWS,
+    Pieces,
+    UnitCosts,
+    crossing_of,
+    in_order,
+    routed_s_per_byte,
+)
 from ds_hetero.values.placement import Placement
 from ds_hetero.values.schedule import Schedule
 
@@ -70,7 +79,15 @@ def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
         link_s=link_s,
         exchange_per_receive=exchanged / (bytes_there + bytes_back),
         fragment_rows=_fragment_rows(cost.cluster),
+        step_s=_step_s(cost, tokens_D),
     )
+
+
+def _step_s(cost: CalibratedCostModel, tokens_D: Floats) -> float:
+    """Time of a step besides its blocks and the tokens' part of the loss, over blocks and micro-batches."""
+    once, work = once_s(cost.outside_blocks_s(tokens_D)), cost.workload
+    loss_s = cost.outside_blocks_s(np.zeros_like(tokens_D))["loss_s"]
+    return (loss_s + once / work.micro_batches) / cost.model.num_layers
 
 
 def _fragment_rows(cluster: Cluster) -> float:
@@ -236,8 +253,7 @@ def loads_of(lengths: Sequence[int], pieces: Iterable[Pieces], costs: UnitCosts)
         if len(of_node) > 1:
             for node, count in of_node.items():
                 crossed[node] += length - count
-            ordered = sorted(ring, key=lambda piece: (node_of[piece[0]], piece[0]))
-            for unit, entered in crossing_of(ordered, costs).entering.items():
+            for unit, entered in crossing_of(in_order(ring, costs), costs).entering.items():
                 entering[unit] += entered
     inside_s = (count * costs.receive_s[node] for count, node in zip(received, node_of, strict=True))
     entered_s = crossing_s(crossed, entering, costs)

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from ds_hetero.planner.document_search.lanes import loads_by_heads
 from ds_hetero.planner.document_search.loads import Loads, crossing_s, loads_of
-from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts, crossing_of
+from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts, crossing_of, in_order
 from ds_hetero.values.placement import Lane, Placement, Range
 
 
@@ -88,7 +88,7 @@ def _entering(lane: Lane, crossed: Sequence[int], costs: UnitCosts) -> list[floa
     entering = [0.0] * len(costs.node)
     if costs.num_nodes == 1:
         return entering
-    ring = sorted(zip(lane.members, lane.tokens[0], strict=True), key=lambda piece: (costs.node[piece[0]], piece[0]))
+    ring = in_order(list(zip(lane.members, lane.tokens[0], strict=True)), costs)
     of_unit = crossing_of(ring, costs).entering
     of_node = [0.0] * costs.num_nodes
     for unit, tokens in of_unit.items():

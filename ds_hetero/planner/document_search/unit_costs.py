@@ -7,14 +7,15 @@ How keys and values get from node to node, and what that costs; `ds_hetero.batch
 
 Rank i of a node sends to rank i of the next one, so that all links work. Where nodes do not pair up, a block of a rank
 without a partner enters the next node over the link of its first rank, or over proxies in three hops, whichever is
-predicted to be faster (Zeppelin, EuroSys 2026, section 3.3 and Eq. 1).
+predicted to be faster (Zeppelin, EuroSys 2026, section 3.3 and Eq. 1). Units of the same nodes that hold nothing of a
+document are proxies too where that is faster still.
 
 `ds_hetero.planner.document_search.lanes` is another way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import isfinite
@@ -35,7 +36,7 @@ TILE_ROWS = 128.0  # kernels on GPUs compute query rows in tiles of so many: hal
 
 _BY_UNIT = ("token_s", "square_s", "most_tokens", "node")
 _BY_NODE = ("receive_s", "cross_s", "link_s")
-_SCALARS = ("exchange_per_receive", "fragment_rows")
+_SCALARS = ("exchange_per_receive", "fragment_rows", "step_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +57,8 @@ class UnitCosts:
         exchange_per_receive: bytes of q, k, v, the output and their gradients over the bytes that ``receive_s`` counts.
         fragment_rows: queries' worth of attention that a document costs each unit that holds a part of it, beside that
             part: tiles of query rows that its two chunks do not fill, and the merging of what they see.
+        step_s: what a step takes besides, whoever holds which tokens, over its blocks and micro-batches: the
+            optimizer, ZeRO's traffic, the part of a loss without tokens. It takes from a gain's share of the step.
 
     Raises:
         PlanError: lengths that differ, a number that is not finite, or a time of computing that is not positive.
@@ -70,6 +73,7 @@ class UnitCosts:
     link_s: tuple[float, ...] = ()
     exchange_per_receive: float = 0.0
     fragment_rows: float = TILE_ROWS
+    step_s: float = 0.0
 
     def __post_init__(self) -> None:
         units, nodes = len(self.token_s), max(self.node, default=-1) + 1
@@ -187,15 +191,21 @@ def routed_s_per_byte(inside_s: float, between_s: float, senders: int, receivers
     return min(hop_s + between_s / proxies + hop_s, direct_s)
 
 
+def in_order(ring: Pieces, costs: UnitCosts) -> Pieces:
+    """The units of a document in the order in which its keys and values travel: by node, then by number."""
+    return sorted(ring, key=lambda piece: (costs.node[piece[0]], piece[0])) if costs.num_nodes > 1 else sorted(ring)
+
+
 class Crossing(NamedTuple):
     """How a document that is cut over several nodes gets into them."""
 
     entering: dict[int, float]  # tokens whose keys and values enter its node over a unit's link, by unit
     proxies: bool  # whether they travel in three hops over proxies
+    outside: tuple[int, ...] = ()  # proxies that hold no token of the document
 
 
 def crossing_of(ring: Pieces, costs: UnitCosts) -> Crossing:
-    """How a document gets from node to node, the faster of the two ways.
+    """How a document gets from node to node, the fastest way.
 
     Args:
         ring: its units, by ascending node, on more than one of these, and their tokens.
@@ -206,16 +216,32 @@ def crossing_of(ring: Pieces, costs: UnitCosts) -> Crossing:
     direct = _direct(list(by_node.values()))
     if not costs.link_s:
         return Crossing(direct, False)
-    of_nodes = list(by_node.values())
-    proxied = _proxied(of_nodes)
     largest = max(tokens for _, tokens in ring)
     hop_s = max(largest * costs.receive_s[node] for node in by_node) * 2
-    direct_s, proxied_s = (
-        max(tokens * costs.link_s[costs.node[unit]] for unit, tokens in entering.items())
-        for entering in (direct, proxied)
-    )
-    proxies = proxied_s + hop_s < WORTH_PROXIES * direct_s
-    return Crossing(proxied if proxies else direct, proxies)
+
+    def slowest_s(entering: dict[int, float]) -> float:
+        return max(tokens * costs.link_s[costs.node[unit]] for unit, tokens in entering.items())
+
+    best, best_s = Crossing(direct, False), slowest_s(direct)
+    proxied = _proxied(list(by_node.values()))
+    if slowest_s(proxied) + hop_s < WORTH_PROXIES * best_s:
+        best, best_s = Crossing(proxied, True), slowest_s(proxied) + hop_s
+    outside = _outside(ring, by_node, costs)
+    if outside:
+        everyone = [sorted([*by_node[node], *((unit, 0) for unit in outside[node])]) for node in by_node]
+        proxied = _proxied(everyone)
+        if slowest_s(proxied) + hop_s < WORTH_PROXIES * best_s:
+            best = Crossing(proxied, True, tuple(unit for node in by_node for unit in outside[node]))
+    return best
+
+
+def _outside(ring: Pieces, nodes: Iterable[int], costs: UnitCosts) -> dict[int, list[int]]:
+    """By node of a document, the node's units that hold no token of it; empty where they all do."""
+    by_node = {node: costs.units_by_node[node] for node in nodes}
+    if sum(map(len, by_node.values())) == len(ring):
+        return {}
+    held = {unit for unit, _ in ring}
+    return {node: [unit for unit in units if unit not in held] for node, units in by_node.items()}
 
 
 def _direct(of_nodes: Sequence[Pieces]) -> dict[int, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ds_hetero.common.text import listed
 from ds_hetero.errors import BatchError, ScheduleError
@@ -14,9 +15,9 @@ from ds_hetero.planner.document_search.bins import LEAST_FRAGMENT_TOKENS
 from ds_hetero.planner.document_search.candidates import place_everywhere, place_lengths, with_padding
 from ds_hetero.planner.document_search.lanes import WORTH_EXCHANGING, make_placement, place_by_heads
 from ds_hetero.planner.document_search.loads import loads_of
-from ds_hetero.planner.document_search.placement_loads import stream_loads
+from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.document_search.two_level import over_all_units
-from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
+from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts, crossing_of, in_order
 from ds_hetero.planner.published.registry import PLANNERS
 from ds_hetero.values.placement import Placement, Range, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
@@ -30,11 +31,14 @@ class DocumentPlacer:
 
     Args:
         planner: a published planner of documents that takes the place of ours, and knows no ``min_cut_tokens``.
+        least_gain: share of the time of the stream that must be saved, as predicted, or a batch stays one; such a
+            placer refuses no batch. None where documents were asked for: then any gain will do.
     """
 
     costs: UnitCosts  # of the units of the schedule that batches are placed for
     min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS  # shorter documents are never cut
     planner: str | None = None
+    least_gain: float | None = None
 
     def __call__(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
         """Place one batch.
@@ -44,20 +48,39 @@ class DocumentPlacer:
             ScheduleError: fewer tokens than ranks that are to hold some.
         """
         if len(rows) != 1:
-            return stream_placement(schedule, length, rows)
+            return routed_stream(schedule, length, self.costs).with_rows(rows)
         documents = rows[0].documents
+        if self.least_gain is not None:
+            placed = self._if_worth_it(schedule, documents, length) if len(documents) > 1 else None
+            return (placed or routed_stream(schedule, length, self.costs)).with_rows(rows)
         if self.planner is not None:
             return place_by_published(self.planner, schedule, documents, length, self.costs).with_rows(rows)
         placement = place_documents(schedule, documents, length, self.costs, min_cut_tokens=self.min_cut_tokens)
         return placement.with_rows(rows)
 
+    def _if_worth_it(self, schedule: Schedule, documents: Sequence[Range], length: int) -> Placement | None:
+        """The placement by documents; None where it is predicted to save too little, or is not possible."""
+        assert self.least_gain is not None
+        try:
+            placed = place_documents(schedule, documents, length, self.costs, min_cut_tokens=self.min_cut_tokens)
+            stream = stream_placement(schedule, length)
+        except (BatchError, ScheduleError):  # too little memory, as predicted; fewer tokens than ranks
+            return None
+        placed_s, stream_s = (
+            placement_loads(placement, documents, self.costs).predicted_s + self.costs.step_s
+            for placement in (placed, stream)
+        )
+        return placed if placed_s < (1 - self.least_gain) * stream_s else None
+
     def everywhere(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
         """Place one batch row with every document over all units, for a check that is to see each of them cut.
 
         Raises:
-            BatchError: the documents do not fit into the units' memory.
+            BatchError: the documents do not fit into the units' memory, and were asked to be placed.
         """
         (row,) = rows
+        if self.least_gain is not None and (len(row.documents) < 2 or length > sum(self.costs.most_tokens)):
+            return self(schedule, length, rows)
         check_documents(row.documents, length)
         check_memory(length, self.costs)
         placed = place_everywhere([stop - start for start, stop in row.documents], self.costs, length)
@@ -100,7 +123,7 @@ def place_documents(
             best, heads = by_heads
     stream = _stream(schedule, documents, length, costs)
     if stream is not None and stream[0] < best.predicted_s:
-        return _by_nodes(stream[1], costs)
+        return routed_stream(schedule, length, costs)
     return make_placement(schedule, documents, length, best, costs, heads)
 
 
@@ -169,12 +192,22 @@ def _stream(
     return loads.predicted_s, placement
 
 
-def _by_nodes(stream: Placement, costs: UnitCosts) -> Placement:
-    """The stream, whose keys and values go from node to node and round inside them."""
-    (lane,) = stream.lanes
-    if costs.num_nodes == 1:
+@lru_cache(maxsize=64)
+def routed_stream(schedule: Schedule, length: int, costs: UnitCosts) -> Placement:
+    """The stream, whose keys and values go from node to node and round inside them, over all network interfaces.
+
+    Where every node has one unit, or there is one node, that is the ring which the stream is anyway.
+
+    Raises:
+        ScheduleError: fewer tokens than ranks that are to hold some.
+    """
+    stream = stream_placement(schedule, length)
+    if costs.num_nodes == 1 or costs.num_nodes == len(costs.node):
         return stream
-    return replace(stream, lanes=(replace(lane, nodes=tuple(costs.node[unit] for unit in lane.members)),))
+    (lane,) = stream.lanes
+    held = in_order(list(zip(lane.members, lane.tokens[0], strict=True)), costs)
+    nodes, proxies = tuple(costs.node[unit] for unit in lane.members), crossing_of(held, costs).proxies
+    return replace(stream, lanes=(replace(lane, nodes=nodes, proxies=proxies),))
 
 
 def check_documents(documents: Sequence[Range], length: int) -> None:

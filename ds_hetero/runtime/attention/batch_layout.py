@@ -18,7 +18,9 @@ from torch import Tensor
 
 from ds_hetero.batch.ring_steps import Ring, make_rings
 from ds_hetero.batch.ring_table import RingTable
+from ds_hetero.errors import BatchError
 from ds_hetero.runtime.attention.local_batch import (
+    ABSENT,
     Header,
     KnownPlacement,
     LocalBatch,
@@ -32,6 +34,7 @@ from ds_hetero.runtime.attention.local_batch import (
 )
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.documents import (
+    MASK,
     Documents,
     documents_from_cu_seqlens,
     documents_from_mask,
@@ -104,10 +107,35 @@ def agree_on_batch(
     schedules = (replica.schedule, *earlier)
     known = known_placement(schedules, recent, headers)
     if known is not None:
-        expect_same_documents(known, local)
-        return batch_layout(known.placement, known.placement.rows)
-    placement = placement_of_shards(schedules, local.placement, headers, expects_plain=bool(recent))
+        return batch_layout(known.placement, _rows_of_known(replica, known, local, headers))
+    expects_plain = any(not known.placement.is_stream for known in recent)
+    placement = placement_of_shards(schedules, local.placement, headers, expects_plain)
     return batch_layout(placement, rows_of(_documents(replica, placement, local, headers)))
+
+
+def _rows_of_known(
+    replica: Replica, known: KnownPlacement, local: LocalBatch, headers: Sequence[Header]
+) -> tuple[Rows, ...]:
+    """Documents of a batch whose placement the loader made.
+
+    A stream may have any: they are those that the forward is given. Of a placement by documents they are the loader's,
+    unless the forward says otherwise; where the shards have lost their names, batches with the same positions and
+    other masks cannot be told apart without a look at the mask.
+    """
+    placement, is_named = known.placement, any(header["placement"] != ABSENT for header in headers)
+    is_same_entry = local.documents_from == known.documents_from
+    if placement.is_stream and not (is_named and is_same_entry and local.cu_seqlens is None):
+        return rows_of(_documents(replica, placement, local, headers))
+    expect_same_documents(known, local)
+    if not is_named and known.documents_from == MASK:
+        rows = rows_of(_documents(replica, placement, local, headers))
+        if rows != placement.rows:
+            raise BatchError(
+                "these shards were cut for another batch with the same positions and another attention_mask: pass "
+                "position_ids on as ds_hetero's loader made them, not a copy, or set "
+                '"heterogeneity.placement" to "stream".'
+            )
+    return placement.rows
 
 
 @lru_cache(maxsize=64)

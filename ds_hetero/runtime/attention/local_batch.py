@@ -191,7 +191,7 @@ def placement_of_shards(
         schedules: that the replica has and had, latest first.
         own: the placement that this rank's shard brought along.
         headers: of all ranks.
-        expects_plain: shards of unknown origin must have plain positions, since others may be placed by documents.
+        expects_plain: shards of unknown origin must have plain positions, since others are placed by documents.
     """
     held = [header["tokens"] for header in headers]
     marks = {header["placement"] for header in headers}

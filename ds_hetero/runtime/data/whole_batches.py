@@ -52,6 +52,7 @@ class BatchReading:
     keep_labels: bool = False  # keep ``labels`` beside ``shift_labels``, see `ds_hetero.runtime.data.shards.read_batch`
     keep_inputs: bool = False  # cut labels only, see there
     by_documents: bool = False  # have batches know their documents, see `ds_hetero.runtime.data.whole_batches`
+    joins_rows: bool = True  # make such batches one row where they can be
     complete: Callable[[Any], Any] = _as_it_is  # adds to a batch what its model would make of the whole of it
     keeps: Callable[[Any], bool] = _keep_none
 
@@ -113,7 +114,7 @@ class WholeBatches:
                 self.reader.first_step = 0
             read = read_batch(self._reading.complete(batch), self._reading.keep_labels, self._reading.keep_inputs)
             self._keep(batch)
-            yield with_documents(read) if self._reading.by_documents else read
+            yield with_documents(read, joins_rows=self._reading.joins_rows) if self._reading.by_documents else read
         self._loaded_state = None
 
     def peek(self) -> WholeBatch | None:
@@ -239,17 +240,20 @@ class WholeBatches:
         return batches
 
 
-def with_documents(batch: WholeBatch) -> WholeBatch:
+def with_documents(batch: WholeBatch, *, joins_rows: bool = True) -> WholeBatch:
     """The same batch with its documents, of one row where it can be.
 
     Several rows, or one with padding, become one row of the real tokens, so that padding is not computed, if every
     entry has one value per token and no label counts at the padding. A label at the last token of a row stays there.
 
+    Args:
+        joins_rows: False leaves rows and padding as they are.
+
     Raises:
         BatchError: boundaries or a mask that name no documents.
     """
     source, documents = _documents(batch)
-    if flat := _flattened(batch, documents):
+    if joins_rows and (flat := _flattened(batch, documents)):
         batch, documents = flat
         source = POSITIONS
     runs = position_runs(batch.sequences["position_ids"])

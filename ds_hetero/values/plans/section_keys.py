@@ -51,7 +51,7 @@ SECTION_KEYS: Mapping[str, SectionKey] = {
     "layout": _refused("the schedules of the plan's stages have theirs", None),
     "batch": _refused("the batches of pipelines are those of the plan", None),
     "elastic": _FOLLOWED,
-    "placement.mode": _refused("batches are cut by their length", "stream"),
+    "placement.mode": _refused("batches are cut by their length", None, "stream"),
     "loss": _refused("pipelines compute the loss of the model themselves", None),
     "zero_within": _refused("a plan of pipelines has owners of its own", None),
     "zero_partition": _refused('optimizer state follows "zero.owner_weights" of the plan', "uniform"),

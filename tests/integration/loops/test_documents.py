@@ -50,14 +50,19 @@ def padded(lengths: list[int], seed: int, left: bool = False) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
 
 
+def _boundaries(lengths: list[int]) -> dict[str, Any]:
+    """What collators say of packed documents for flash attention."""
+    starts, longest = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32), max(lengths)
+    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+
+
 def whole() -> list[dict[str, Any]]:
     """Batches of every kind, of different lengths."""
     cut = [3, 40, 1, 9, 20]
-    boundaries = torch.tensor(np.cumsum([0, *cut]), dtype=torch.int32)
     return [
         packed([70], 1),
         packed([5, 1, 44, 8, 2, 30], 2),
-        packed(cut, 3, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=40, max_length_k=40),
+        packed(cut, 3, **_boundaries(cut)),
         padded([30, 7, 1], 4),
         padded([19, 33], 5, left=True),
         packed([4] * 11, 6),
@@ -103,6 +108,63 @@ def _train_stage(rank: int, schedule: Any, stage: int) -> None:
     if stage:
         np.testing.assert_allclose(np.array(norms, dtype=float), expected_norms, rtol=1e-5)
     assert_same_parameters(parameters(model, stage), parameters(expected))
+    engine.destroy()
+    handle.undo()
+
+
+# --- what a job gets that does not ask ------------------------------------------------------------------------------
+
+# The schedule gives three quarters of a stream to the slower rank. Layers this small would end with the optimizer's step
+# on a card that computes as fast as it reads.
+CLUSTER = {
+    "nodes": [
+        {"name": name, "device": name, "count": 1, "link": {"bandwidth_gb_per_s": 10, "latency_us": 1}}
+        for name in ("slow", "fast")
+    ],
+    "network": {"bandwidth_gb_per_s": 10, "latency_us": 1},
+    "devices": {
+        name: {
+            "peak_tflops": tflops,
+            "memory_gib": 24,
+            "memory_bandwidth_gb_per_s": 300,
+            "efficiency": {"matmul": 0.6},
+        }
+        for name, tflops in (("slow", 1e-4), ("fast", 3e-4))
+    },
+}
+
+
+def test_documents_are_placed_by_default_where_devices_are_known_and_it_pays() -> None:
+    run_deepspeed(_train_by_default, 2)
+
+
+def _train_by_default(rank: int) -> None:
+    """Batches stay as the loader gives them; one whose documents lie as they should is placed, one document is not."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    model = llama()
+    config = ds_config(1, UNEVEN_2)
+    config["heterogeneity"] |= {"cluster": CLUSTER, "seq_len": 90}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    losses, is_stream, shapes = [], [], []
+    for batch in handle.dataloader(whole(), batches="same"):
+        placement = batch["position_ids"].ds_hetero_shard.placement
+        is_stream.append(placement.is_stream)
+        shapes.append((len(batch["input_ids"]), placement.length))
+        copied = {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in batch.items()}
+        loss = handle.loss(engine(**copied), batch)  # a copy has lost its mark
+        engine.backward(loss)
+        engine.step()
+        losses.append(mean_over_ranks(loss))
+    assert shapes == [(1, 70), (1, 90), (1, 73), (3, 30), (2, 33), (1, 44)]
+    assert is_stream == [True, False, False, True, True, False]
+    expected = llama(use_cache=False)
+    expected_losses, _ = train_on_one_process(expected, [[batch] for batch in whole()])
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    assert_same_parameters(parameters(model, 1), parameters(expected))
     engine.destroy()
     handle.undo()
 
@@ -195,12 +257,15 @@ def _lose_marks(rank: int) -> None:
         assert torch.equal(model(**copied).logits, logits)
         one_rank = batch if rank else copied
         assert torch.equal(model(**one_rank).logits, logits)
+    _expect_masks_to_be_told_apart(handle, model)
     foreign = {**drawn[1], "position_ids": drawn[1]["position_ids"] + 1}
     with pytest.raises(BatchError, match="no batch that was placed by its documents lately"):
         model(**foreign)
-    without = {name: entry for name, entry in drawn[2].items() if not name.startswith(("cu_seq", "max_length"))}
+    (placed,) = handle.dataloader([packed([30, 10], 8, **_boundaries([30, 10]))], batches="same")
+    assert [batch["position_ids"].ds_hetero_shard.placement.is_stream for batch in (drawn[2], placed)] == [True, False]
+    assert torch.equal(model(**_without_boundaries(drawn[2])).logits, expected[2])
     with pytest.raises(BatchError, match="by the documents in its cu_seq_lens_q"):
-        model(**without)
+        model(**_without_boundaries(placed))
     placer = handle.registry.latest.model
     if rank:
         placer.place_documents(_Otherwise(placer.placer))
@@ -208,6 +273,20 @@ def _lose_marks(rank: int) -> None:
         next(iter(handle.dataloader(whole(), batches="same")))
     with pytest.raises(BatchError, match="otherwise than the rank that holds it"):
         next(iter(handle.dataloader(whole(), batches="own")))
+
+
+def _without_boundaries(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry for name, entry in batch.items() if not name.startswith(("cu_seq", "max_length"))}
+
+
+def _expect_masks_to_be_told_apart(handle: Any, model: Any) -> None:
+    """Rows that cannot be joined have the same positions whatever their masks say, and copies have no other mark."""
+    drawn = list(handle.dataloader([padded([33, 19], 7, left=True), padded([19, 33], 7, left=True)], batches="same"))
+    expected = [model(**batch).logits.detach() for batch in drawn]
+    for batch, logits in zip(drawn, expected, strict=True):
+        copied = {name: entry.clone() for name, entry in batch.items() if isinstance(entry, Tensor)}
+        real = copied["attention_mask"].bool()
+        assert torch.equal(model(**copied).logits[real], logits[real])
 
 
 class _Otherwise:

@@ -72,6 +72,15 @@ def test_it_is_silent_where_it_was_decided_or_nothing_is_known(capsys, written, 
     assert not capsys.readouterr().err
 
 
+def test_it_is_silent_once_a_batch_was_placed_by_its_documents(capsys):
+    advice, documents = DocumentAdvice(HeterogeneitySection(), [FORECAST]), documents_of(LENGTHS, LENGTH)
+    advice.record_batch(
+        batch_layout(report_documents(FORECAST.cost, SCHEDULE, LENGTHS).placement, (Rows(0, 1, documents),))
+    )
+    advice.record_batch(stream(*LENGTHS))
+    assert not capsys.readouterr().err
+
+
 def test_it_is_silent_where_little_would_be_saved(capsys):
     advice = DocumentAdvice(HeterogeneitySection(), [FORECAST])
     advice.record_batch(stream(LENGTH - 16, 16))

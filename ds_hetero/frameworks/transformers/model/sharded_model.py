@@ -69,7 +69,8 @@ class ShardedModel:
         loss_convention: of the losses that the training script computes itself, see `ds_hetero.runtime.loss`; None
             where the configuration does not name one.
         is_restored: the model is not split any more.
-        places_documents: batches are placed by their documents, and not by their length alone.
+        places_documents: batches may be placed by their documents, and not by their length alone.
+        asked_for_documents: the section has them placed, so that rows are joined and the loader reads ahead.
         checks: comparisons with one process, which `split_model` gives a model that is to be trained.
         latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
     """
@@ -85,7 +86,7 @@ class ShardedModel:
         self._verify = "first_batch"
         self._checked: set[str] = set()  # features of batches
         self._has_scaled_loss = False  # since the engine's last step
-        self.places_documents = False
+        self.places_documents = self.asked_for_documents = False
         self.placer: Placer = stream_placement  # of the moment
         self._recent: deque[KnownPlacement] = deque(maxlen=_KEPT_PLACEMENTS)  # latest first
         self._observers: Sequence[Callable[[BatchLayout], None]] = ()
@@ -251,11 +252,12 @@ class ShardedModel:
         self.replica, self._earlier = replica, earlier
         self._checked.clear()
 
-    def place_documents(self, placer: Placer | None) -> None:
+    def place_documents(self, placer: Placer | None, *, asked_for: bool = True) -> None:
         """Place the batches that are drawn from now on by their documents.
 
         Args:
             placer: for the present schedule, equal on every rank of the replica; None to cut batches by their length.
+            asked_for: by the section; else batches stay as the loader gives them.
 
         Raises:
             ConfigError: the model has towers.
@@ -266,6 +268,7 @@ class ShardedModel:
                 'images or sounds before its text decoder. Set "placement" to "stream".'
             )
         self.placer, self.places_documents = placer or stream_placement, placer is not None
+        self.asked_for_documents = placer is not None and asked_for
 
     def place(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
         """Place one batch; see `ds_hetero.values.placement.Placer`."""
@@ -390,7 +393,7 @@ class ShardedModel:
             kwargs[KEYWORD] = forward
         self._forward, self._end_forward = forward, change_mode(forward=forward)
         self._entrance.run_decoder(forward)
-        if self.places_documents:
+        if self.asked_for_documents:
             expect_no_noise(self._embeddings)
         if self._door is None:
             self._restore_noise = scale_noise(self._embeddings, tokens, forward.batch.placement.length)

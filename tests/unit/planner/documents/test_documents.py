@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.errors import BatchError, PlanError
@@ -22,6 +23,7 @@ from ds_hetero.planner.document_search.placement_loads import placement_loads, s
 from ds_hetero.planner.document_search.two_level import node_bins, over_all_units_s, over_one_node_s
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, place_documents, unit_costs
 from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
+from ds_hetero.planner.documents.placing import routed_stream
 from ds_hetero.values.baselines import proportional, ring
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.schedule import Group, Schedule
@@ -345,6 +347,81 @@ def test_the_placer_cuts_batches_without_known_documents_by_length():
     assert placer(schedule, 9000, rows) == stream_placement(schedule, 9000, rows)
     placed = placer(schedule, 9000, rows[1:])
     assert placed.rows == rows[1:] and len(placed.lanes) > 1
+
+
+FOUR_DOCUMENTS = ((0, 5000), (5000, 7000), (7000, 8500), (8500, 9000))
+
+
+def gain_of(costs, schedule, documents=FOUR_DOCUMENTS):
+    """Share of the time of the stream that the planner predicts to save."""
+    length = documents[-1][1]
+    placed = place_documents(schedule, documents, length, costs)
+    times = [placement_loads(p, documents, costs).predicted_s for p in (placed, stream_placement(schedule, length))]
+    return 1 - times[0] / times[1]
+
+
+@pytest.mark.parametrize("over", [0.999, 1.001])
+def test_a_placer_that_was_not_asked_for_keeps_the_stream_where_less_is_saved_than_predictions_err(over):
+    costs, schedule, rows = two_nodes(), proportional((3, 2, 1, 1), 8, 4), (Rows(0, 1, FOUR_DOCUMENTS),)
+    gain = gain_of(costs, schedule)
+    assert gain > 0.1
+    placement = DocumentPlacer(costs, least_gain=gain * over)(schedule, 9000, rows)
+    assert placement.is_stream == (over > 1)
+    assert placement.rows == rows
+    if over < 1:
+        assert placement == DocumentPlacer(costs)(schedule, 9000, rows)
+
+
+def test_what_a_step_costs_once_takes_from_the_share_that_is_saved():
+    costs, schedule, rows = two_nodes(), proportional((3, 2, 1, 1), 8, 4), (Rows(0, 1, FOUR_DOCUMENTS),)
+    stream_s = stream_loads(stream_placement(schedule, 9000).lanes[0], FOUR_DOCUMENTS, costs).predicted_s
+    least_gain = gain_of(costs, schedule) / 2
+    for step_s, is_stream in (
+        (0.98 * stream_s, False),
+        (1.02 * stream_s, True),
+    ):  # as long as the block: half the share
+        placer = DocumentPlacer(two_nodes(step_s=step_s), least_gain=least_gain)
+        assert placer(schedule, 9000, rows).is_stream == is_stream
+    assert UnitCosts.from_floats(two_nodes(step_s=2.5).to_floats()) == two_nodes(step_s=2.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "documents"),
+    [
+        ({"most_tokens": (2000,) * 4}, FOUR_DOCUMENTS),  # less than the row has
+        ({}, ((0, 9000),)),
+    ],
+    ids=["too little memory", "one document"],
+)
+def test_a_placer_that_was_not_asked_for_refuses_no_batch(changes, documents):
+    schedule, rows = proportional((3, 2, 1, 1), 8, 4), (Rows(0, 1, documents),)
+    placer = DocumentPlacer(two_nodes(**changes), least_gain=0.0)
+    for placement in (placer(schedule, 9000, rows), placer.everywhere(schedule, 9000, rows)):
+        assert placement.is_stream and placement.rows == rows
+        assert placement.rank_tokens == stream_placement(schedule, 9000).rank_tokens
+
+
+def test_a_stream_goes_from_node_to_node_over_as_many_links_as_nodes_have_units():
+    """Rank 1 of the ring 0, 1, 2, 3 would send all that crosses; now ranks 0 and 1 send to 2 and 3, and back."""
+    schedule = proportional((1, 1, 1, 1), 8, 4)
+    plain, routed = stream_placement(schedule, 800), routed_stream(schedule, 800, two_nodes())
+    assert routed.lanes[0].nodes == (0, 0, 1, 1)
+    assert [routed.intervals(rank) for rank in range(4)] == [plain.intervals(rank) for rank in range(4)]
+    crossing = {"plain": set(), "routed": set()}
+    for name, placement in (("plain", plain), ("routed", routed)):
+        table = RingTable(placement.with_rows((Rows(0, 1, ((0, 800),)),)), placement.lanes[0], True, None)
+        for unit in range(4):
+            for transfer in (t for round_ in table.forward_rounds(unit) for t in round_.sends):
+                if (unit < 2) != (transfer.receiver < 2):
+                    crossing[name].add((unit, transfer.receiver))
+    assert crossing == {"plain": {(1, 2), (3, 0)}, "routed": {(0, 2), (1, 3), (2, 0), (3, 1)}}
+
+
+@pytest.mark.parametrize("node", [(0, 0, 0, 0), (0, 1, 2, 3)])
+def test_a_stream_stays_a_ring_where_nodes_have_one_unit_or_there_is_one(node):
+    schedule, nodes = proportional((1, 1, 1, 1), 8, 4), max(node) + 1
+    costs = two_nodes(node=node, receive_s=(0.01,) * nodes, cross_s=(0.1,) * nodes)
+    assert routed_stream(schedule, 800, costs) is stream_placement(schedule, 800)
 
 
 @pytest.mark.parametrize("documents", [((0, 5), (4, 9)), ((5, 9), (0, 5)), ((0, 11),), ((3, 3),)])

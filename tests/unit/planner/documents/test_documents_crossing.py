@@ -12,6 +12,10 @@ from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.models import load_model
 from ds_hetero.planner import strategy
 from ds_hetero.planner.document_search import unit_costs as module
+from ds_hetero.planner.document_search.candidates import PlacedLengths
+from ds_hetero.planner.document_search.lanes import make_placement
+from ds_hetero.planner.document_search.loads import loads_of
+from ds_hetero.planner.document_search.placement_loads import placement_loads
 from ds_hetero.planner.document_search.unit_costs import crossing_of, routed_s_per_byte
 from ds_hetero.planner.documents import UnitCosts, unit_costs
 from ds_hetero.values.baselines import ring
@@ -77,9 +81,50 @@ def test_proxies_are_used_where_links_are_slow_and_nodes_do_not_pair_up():
         link_s=(3.0, 3.0),
     )
     over_all = [(unit, 100) for unit in range(7)]
-    entering, proxies = crossing_of(over_all, costs)
+    entering, proxies, _ = crossing_of(over_all, costs)
     assert proxies
     assert entering == pytest.approx({0: 100, 1: 100, 2: 100, 3: 0, 4: 400 / 3, 5: 400 / 3, 6: 400 / 3})
-    entering, proxies = crossing_of(over_all, replace(costs, receive_s=(1.0, 1.0)))
+    entering, proxies, _ = crossing_of(over_all, replace(costs, receive_s=(1.0, 1.0)))
     assert not proxies
     assert entering == {0: 100, 1: 100, 2: 100, 3: 0, 4: 200, 5: 100, 6: 100}
+
+
+FOUR_UNITS = UnitCosts(
+    token_s=(1.0,) * 4,
+    square_s=(0.01,) * 4,
+    most_tokens=(10**6,) * 4,
+    node=(0, 0, 1, 1),
+    receive_s=(0.1, 0.1),
+    cross_s=(1.0, 1.0),
+    link_s=(2.0, 2.0),
+)
+
+
+@pytest.mark.parametrize(("receive_s", "outside"), [(0.1, (0, 2)), (0.6, ())])
+def test_units_without_a_token_of_a_document_are_its_proxies_where_links_are_slow(receive_s, outside):
+    """Units 1 and 3 hold 100 tokens each. One link takes 100 x 2 s; two take 50 x 2 s and two hops of 100 tokens."""
+    costs = replace(FOUR_UNITS, receive_s=(receive_s,) * 2)
+    crossing = crossing_of([(1, 100), (3, 100)], costs)
+    assert crossing.outside == outside and crossing.proxies == bool(outside)
+    expected = {0: 50, 1: 50, 2: 50, 3: 50} if outside else {1: 100, 3: 100}
+    assert crossing.entering == pytest.approx(expected)
+
+
+def test_proxies_outside_are_members_of_the_lane_without_tokens():
+    documents, schedule = ((0, 200), (200, 300), (300, 400)), ring(4, 4, 4)
+    pieces = [[(1, 100), (3, 100)], [(0, 100)], [(2, 100)]]
+    loads = loads_of([200, 100, 100], pieces, FOUR_UNITS)
+    placed = PlacedLengths(pieces, [0] * 4, loads)
+    placement = make_placement(schedule, documents, 400, placed, FOUR_UNITS)
+    crossing, *local = placement.lanes
+    assert (crossing.members, crossing.tokens, crossing.proxies) == ((0, 1, 2, 3), ((0, 100, 0, 100),), True)
+    assert [lane.members for lane in local] == [(0,), (2,)]
+    assert placement.rank_tokens == (100,) * 4
+    assert placement_loads(placement, documents, FOUR_UNITS) == loads
+    table = RingTable(placement.with_rows((Rows(0, 1, documents),)), crossing, False, None)
+    entered = dict.fromkeys(range(4), 0)
+    for unit in range(4):
+        for transfer in (t for round_ in table.forward_rounds(unit) for t in round_.receives):
+            if FOUR_UNITS.node[transfer.sender] != FOUR_UNITS.node[unit]:
+                entered[unit] += table.num_columns(transfer)
+    assert entered == {0: 50, 1: 50, 2: 50, 3: 50}
