@@ -112,10 +112,10 @@ def _train_stage(rank: int, schedule: Any, stage: int) -> None:
     handle.undo()
 
 
-# --- what a job gets that does not ask ------------------------------------------------------------------------------
+# --- what a job gets that does not ask --------------------------------------------------------------------------------
 
-# The schedule gives three quarters of a stream to the slower rank. Layers this small would end with the optimizer's step
-# on a card that computes as fast as it reads.
+# The schedule gives three quarters of a stream to the slower rank. Layers this small would be nothing beside the
+# optimizer's step on a card that computes as fast as it reads.
 CLUSTER = {
     "nodes": [
         {"name": name, "device": name, "count": 1, "link": {"bandwidth_gb_per_s": 10, "latency_us": 1}}
