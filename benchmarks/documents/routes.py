@@ -1,7 +1,7 @@
 r"""A document over two nodes of two ranks: one ring over all ranks, against from node to node and round inside them.
 
     python -m benchmarks.documents routes --link 0.5       # about two minutes
-    python -m benchmarks.documents routes --link 1 --interfaces 1 2 --messages --tokens 32768 --budget 20
+    python -m benchmarks.documents routes --link 0.2 --interfaces 1 2 --messages --rounds 9 --budget 20
 
 One attention layer, forward and backward, by turns in the same processes. With one interface the ranks of a node share
 its link, so that what is measured is the gain of fewer bytes between nodes and of longer hiding. With two each rank has
@@ -151,7 +151,7 @@ def _run(options: argparse.Namespace, interfaces: int) -> dict[str, Any]:
     nodes = tuple(EmulatedNode(speeds=(1.0, 1.0), link_bit_per_s=link, links=interfaces) for _ in range(2))
     with (
         progress(Console(stderr=True)) as report,
-        emulate(EmulatedCluster(nodes=nodes, fastest_cores=CORES / len(NODES) * 2)) as emulated,
+        emulate(EmulatedCluster(nodes=nodes, fastest_cores=1.0 if options.messages else CORES / 2)) as emulated,
     ):
         arguments = (options.tokens, options.rounds, options.budget, not options.messages)
         result = emulated.run(measure, *arguments, on_report=report)[0]
