@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.documents import plan, routes, run
+from benchmarks.documents import plan, remap, routes, run
 
-COMMANDS = {"plan": plan.main, "routes": routes.main, "run": run.main}
+COMMANDS = {"plan": plan.main, "remap": remap.main, "routes": routes.main, "run": run.main}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:

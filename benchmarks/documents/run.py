@@ -271,7 +271,7 @@ def _step_costs(lab: RankLab, plan: RunPlan) -> UnitCosts:
     """
     if plan.tokens not in _solved:
         with lab.at_speed(ALL_CORES):  # rank 0 alone, the others wait
-            _solved[plan.tokens] = [seconds * ALL_CORES for seconds in _solve_step(plan)]
+            _solved[plan.tokens] = [seconds * ALL_CORES for seconds in solve_step(plan.shape, plan.tokens)]
     token_s, square_s, once_s = _solved[plan.tokens]
     cores = [speed.measured for speed in lab.speeds]
     costs = _costs(plan, plan.shape.num_layers, token_s, square_s, cores)
@@ -281,16 +281,16 @@ def _step_costs(lab: RankLab, plan: RunPlan) -> UnitCosts:
 _solved: dict[int, list[float]] = {}  # by tokens of a batch: core seconds by token, by square and once
 
 
-def _solve_step(plan: RunPlan) -> list[float]:
+def solve_step(shape: Shape, tokens: int) -> list[float]:
     """Seconds per token, diagonals included, per square of a length, and once, of a step of rank 0 alone.
 
     From three batches: many short documents, half of these, and one document.
     """
-    short = plan.tokens // 64
-    batches = [PackedBatch((short,) * 64), PackedBatch((short,) * 32), PackedBatch((plan.tokens // 4,))]
+    short = tokens // 64
+    batches = [PackedBatch((short,) * 64), PackedBatch((short,) * 32), PackedBatch((tokens // 4,))]
     seconds = []
     for batch in batches:
-        step = alone_step(batch, plan.shape)
+        step = alone_step(batch, shape)
         step()
         seconds.append(min(timed_run(step) for _ in range(2)))
     parts = torch.tensor([[batch.tokens, batch.squares, 1] for batch in batches], dtype=torch.float64)

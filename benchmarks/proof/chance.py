@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from benchmarks.proof.messages import PipelineJob, ReplicasJob
-from ds_hetero.values.placement import Lane, Placement, Range, Rows
+from ds_hetero.values.placement import Lane, Placement, Range, Rows, TokenMove
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 from ds_hetero.values.schedule import LAYOUTS, Group, Schedule
 from ds_hetero.values.splits import share
@@ -120,6 +120,19 @@ def with_lanes_by_heads(rng: random.Random, placement: Placement, nodes: int) ->
     return replace(placement, lanes=tuple(lanes))
 
 
+def with_moves(rng: random.Random, placement: Placement) -> Placement:
+    """Some ranks hold tokens that others attend to: all of them, none, or any number."""
+    ranks = rng.sample(placement.schedule.ranks, placement.schedule.sp_size)
+    givers = rng.randint(min(1, len(ranks) - 1), len(ranks) - 1)
+    holders, moves = ranks[givers:], []
+    for rank in ranks[:givers]:
+        moved = rng.choice([placement.tokens(rank), rng.randint(0, placement.tokens(rank))])
+        weights = [rng.choice([0, 1, 3]) for _ in holders]
+        shares = share(moved, weights if any(weights) else [1] * len(holders))
+        moves += [TokenMove(rank, holder, tokens) for holder, tokens in zip(holders, shares, strict=True) if tokens]
+    return placement.with_moves(moves)
+
+
 def random_plan(rng: random.Random, world_size: int, layers: int, *, tensor: bool = True) -> Plan:
     """Pipelines of stages of every kind.
 
@@ -198,4 +211,6 @@ def _placement_by_chance(rng: random.Random, schedule: Schedule) -> Placement:
         placement = with_lanes_by_heads(rng, placement, 2)
     elif kind < 0.8:
         placement = with_nodes(rng, placement)
+    if rng.random() < 0.3:
+        placement = with_moves(rng, placement)
     return placement.with_rows((Rows(0, 1, tuple(spans)),))

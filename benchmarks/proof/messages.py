@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from benchmarks.proof.events import Call, Event, Message, Wait
 from benchmarks.proof.order import violations
-from ds_hetero.batch.head_table import HeadTable, members_of
+from ds_hetero.batch.head_table import HeadTable, members_of, move_table
 from ds_hetero.batch.ring_steps import Ring, make_rings
 from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.batch.routes import Transfer
@@ -149,6 +149,18 @@ class AttentionTables:
 
     def post(self, log: Log, backward: bool) -> None:
         """Post what `ds_hetero.runtime.attention.attention` does, of the forward or of the backward."""
+        schedule = self.placement.schedule
+        before, after = schedule.num_heads + 2 * schedule.num_kv_heads, schedule.num_heads
+        self._post_moves(log, after if backward else before, back=False)
+        self._post_parts(log, backward)
+        self._post_moves(log, before if backward else after, back=True)
+
+    def _post_moves(self, log: Log, heads: int, back: bool) -> None:
+        if self.placement.moves:
+            sizes = move_table(self.placement, log.rank).sizes(self.rows * self.head_dim * heads, back=back)
+            log.wait(_all_to_all(log, self.placement.schedule.ranks, sizes))
+
+    def _post_parts(self, log: Log, backward: bool) -> None:
         for number, (placement, tables) in list(enumerate(self._parts))[:: -1 if backward else 1]:
             if (log.rank, number) not in self._rings:
                 self._rings[log.rank, number] = make_rings(tables, log.rank)

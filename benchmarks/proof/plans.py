@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 
+from ds_hetero.planner.document_search.remapping import remap
 from ds_hetero.planner.documents import UnitCosts
-from ds_hetero.planner.published.zeppelin import remap
 from ds_hetero.sharding.gradient_chunks import (
     Box,
     Chunk,
@@ -226,7 +226,7 @@ def owner_move_violations(old: Sequence[Sequence[Box]], new: Sequence[Sequence[B
 def remap_violations(have: Sequence[int], want: Sequence[int], costs: UnitCosts) -> Iterator[str]:
     """Remapping gives every unit what it should have, and nobody sends what he keeps."""
     tokens = list(have)
-    for sender, receiver, count in remap(have, want, costs):
+    for sender, receiver, count in remap(have, want, costs.node, costs):
         if count <= 0 or sender == receiver:
             yield f"unit {sender} sends {count} tokens to {receiver}"
         tokens[sender] -= count

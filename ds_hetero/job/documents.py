@@ -101,7 +101,7 @@ def document_placer(section: PlacementSection, costs: UnitCosts) -> DocumentPlac
     if section.planner is not None:
         expect_places(section.planner, costs)
     limited = costs if section.max_tokens is None else costs.limited(section.max_tokens)
-    return DocumentPlacer(limited, section.min_cut_tokens, section.planner)
+    return DocumentPlacer(limited, section.min_cut_tokens, section.planner, section.remap)
 
 
 class CostRenewal:
@@ -178,22 +178,23 @@ def measured_costs(costs: UnitCosts, schedule: Schedule, ranks: Sequence[RankTim
     backward = sum(rank.attention_backward_flops for rank in ranks)
     flops_per_pair = 10 * spec.head_dim * sum(rank.attention_flops for rank in ranks) / backward if backward else 0.0
     times = dict(zip(schedule.ranks, ranks, strict=True))
-    token_s, square_s = [], []
+    by_token, by_square = [], []
     for group in schedule.ring_groups:
         weight = group.weight or 1.0
-        token_s.append(
+        by_token.append(
             max(
                 tokens / weight * times[rank].model_s_per_token / spec.num_layers
                 for rank, tokens in zip(group.ranks, group.tokens, strict=True)
             )
         )
-        square_s.append(
+        by_square.append(
             max(
                 heads * times[rank].attention_s_per_flop * flops_per_pair / 2
                 for rank, heads in zip(group.ranks, group.heads, strict=True)
             )
         )
-    return replace(costs, token_s=_completed(token_s, costs.token_s), square_s=_completed(square_s, costs.square_s))
+    token_s, square_s = _completed(by_token, costs.token_s), _completed(by_square, costs.square_s)
+    return replace(costs, token_s=token_s, square_s=square_s, edge_s=())  # time in attention is all in the squares
 
 
 def _completed(measured: Sequence[float], before: Sequence[float]) -> tuple[float, ...]:
@@ -283,12 +284,14 @@ class DocumentZones:
     def __init__(self, node: Sequence[int]) -> None:
         self._node = node
         self._tokens: Counter[str] = Counter()
+        self._moved_tokens = 0  # that change ranks for attention
         self._is_announced = False
 
     def record_batch(self, batch: BatchLayout) -> None:
         """Count the tokens of a batch that has several documents, or that was placed by them."""
         if batch.placement.is_stream and len(batch.placement.rows[0].documents) < 2:
             return
+        self._moved_tokens += batch.batch_size * sum(move.tokens for move in batch.placement.moves)
         for lane in batch.placement.lanes:
             tokens = sum(stop - start for start, stop in lane.spans)
             self._tokens[lane.zone(self._node)] += batch.batch_size * tokens
@@ -304,7 +307,8 @@ class DocumentZones:
         if not shares or self._is_announced:
             return
         self._is_announced = True
+        moved = f"; {self._moved_tokens:,} tokens change ranks before attention and after it"
         announce(
             f"documents: {shares['local']:.0%} of the tokens lie inside one group of ranks, {shares['node']:.0%} are "
-            f"cut inside a node, {shares['cluster']:.0%} between nodes"
+            f"cut inside a node, {shares['cluster']:.0%} between nodes" + (moved if self._moved_tokens else "")
         )

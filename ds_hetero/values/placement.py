@@ -9,6 +9,9 @@ shards, the exchange of heads and the ring's tables follow from it, and nothing 
 
 That of `stream_placement` has one lane, in which the whole sequence is one span, cut over all units.
 
+Where tokens move, attention and everything else have placements of their own: a rank holds some tokens that another
+rank attends to, see `TokenMove`.
+
 Plain integers; nothing here imports torch.
 """
 
@@ -21,12 +24,23 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from ds_hetero.errors import ScheduleError
 from ds_hetero.values.schedule import Group, Schedule, cut_span
 
 Range = tuple[int, int]
+
+RemapWish = Literal["where_faster", "always", "never"]
+"""Whether tokens change ranks between attention and what is outside it."""
+
+
+class TokenMove(NamedTuple):
+    """Tokens that are in one rank's attention, and with another rank everywhere else; the last that the first has."""
+
+    attends: int  # the rank whose attention they are in
+    holds: int  # the rank that has them outside attention
+    tokens: int
 
 
 class Rows(NamedTuple):
@@ -87,25 +101,55 @@ class Placement:
     """Which position intervals of one batch every rank of a replica holds; the same in every row of the batch.
 
     A unit's tokens are ordered by lane, span and position. Its ranks hold consecutive parts of that order, by
-    ascending rank.
+    ascending rank; that is `in_attention`. Of these a rank holds all but the last, which are in ``moves``, and behind
+    them what it takes over from others, by ascending rank.
 
     Args:
         rows: batch rows with their documents, covering the batch in order; empty while these are not known.
+        moves: tokens that change ranks before attention and after it, ascending; a rank either takes over or gives.
     """
 
     schedule: Schedule  # the replica's schedule
     length: int  # tokens of the whole sequence
-    rank_tokens: tuple[int, ...]  # whole tokens of every rank, in the order of ``schedule.ranks``
+    rank_tokens: tuple[int, ...]  # whole tokens that every rank holds, in the order of ``schedule.ranks``
     lanes: tuple[Lane, ...]  # in the order in which the forward works on them; together they hold every position once
     rows: tuple[Rows, ...] = ()
+    moves: tuple[TokenMove, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.moves:
+            assert list(self.moves) == sorted(self.moves) and min(move.tokens for move in self.moves) > 0, self.moves
+            assert not {move.attends for move in self.moves} & {move.holds for move in self.moves}, self.moves
+            assert min(self.rank_tokens) >= 0, (self.rank_tokens, self.moves)
+            assert self.in_attention.length == self.length  # the tokens of its units are checked
+            return
         units = [0] * self.schedule.ring_size
         for lane in self.lanes:
             for position, of_spans in zip(lane.members, zip(*lane.tokens, strict=True), strict=True):
                 units[position] += sum(of_spans)
         assert units == [self.group_tokens(position) for position in range(len(units))], (units, self.rank_tokens)
         assert sum(units) == self.length, (units, self.length)
+
+    @cached_property
+    def in_attention(self) -> Placement:
+        """The placement that attention works on: itself where no tokens move."""
+        if not self.moves:
+            return self
+        tokens = dict(self._tokens)
+        for move in self.moves:
+            tokens[move.attends] += move.tokens
+            tokens[move.holds] -= move.tokens
+        return replace(self, rank_tokens=tuple(tokens[rank] for rank in self.schedule.ranks), moves=())
+
+    def with_moves(self, moves: Sequence[TokenMove]) -> Placement:
+        """The same attention, with tokens that other ranks hold outside it; of a placement without moves."""
+        assert not self.moves, self.moves
+        tokens = dict(self._tokens)
+        for move in moves:
+            tokens[move.attends] -= move.tokens
+            tokens[move.holds] += move.tokens
+        held = tuple(tokens[rank] for rank in self.schedule.ranks)
+        return replace(self, rank_tokens=held, moves=tuple(sorted(moves)))
 
     def tokens(self, rank: int) -> int:
         """Tokens of one row that ``rank`` holds."""
@@ -143,7 +187,7 @@ class Placement:
     def fingerprint(self) -> int:
         """63-bit hash, compared between ranks before the first collective that depends on the placement."""
         lanes = [tuple(getattr(lane, field.name) for field in fields(lane)) for lane in self.lanes]
-        text = repr((self.schedule.fingerprint, self.length, self.rank_tokens, lanes, self.rows))
+        text = repr((self.schedule.fingerprint, self.length, self.rank_tokens, lanes, self.rows, self.moves))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     @cached_property
@@ -152,7 +196,9 @@ class Placement:
 
     @cached_property
     def parts(self) -> tuple[PlacementPart, ...]:
-        """Runs of lanes that exchange heads over the same groups; the whole where all do it over the schedule's."""
+        """Runs of lanes that exchange heads over the same groups, as attention has them; one where all do as usual."""
+        if self.moves:
+            return self.in_attention.parts
         if not any(lane.by_heads for lane in self.lanes):
             return (PlacementPart(self, ((0, 0),)),)
         runs = groupby(self.lanes, key=lambda lane: (lane.by_heads, lane.nodes if lane.by_heads else ()))
@@ -160,6 +206,8 @@ class Placement:
 
     @cached_property
     def _intervals(self) -> dict[int, tuple[Range, ...]]:
+        if self.moves:
+            return self._moved_intervals()
         if any(lane.by_heads for lane in self.lanes):
             parts = [(part, part.placement.intervals) for part in self.parts]
             return {rank: tuple(part.outer(i) for part, of in parts for i in of(rank)) for rank in self.schedule.ranks}
@@ -172,6 +220,17 @@ class Placement:
             ranks = sorted(group.ranks)
             cuts = accumulate(map(self.tokens, ranks), initial=0)
             intervals |= {rank: _part(unit, part) for rank, part in zip(ranks, pairwise(cuts), strict=True)}
+        return intervals
+
+    def _moved_intervals(self) -> dict[int, tuple[Range, ...]]:
+        of_rank = self.in_attention.intervals
+        # Of a rank that takes over from others, all of its own.
+        intervals = {rank: _part(of_rank(rank), (0, self.tokens(rank))) for rank in self.schedule.ranks}
+        at = dict(self._tokens)
+        for move in self.moves:
+            end = at[move.attends] + move.tokens
+            intervals[move.holds] += _part(of_rank(move.attends), (at[move.attends], end))
+            at[move.attends] = end
         return intervals
 
 

@@ -32,6 +32,7 @@ from ds_hetero.common.reading import (
 from ds_hetero.common.text import did_you_mean, nearest
 from ds_hetero.errors import ConfigError
 from ds_hetero.values.baselines import STRATEGIES
+from ds_hetero.values.placement import RemapWish
 
 KernelName = Literal["flash_attn", "torch", "triton"]
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
@@ -39,7 +40,6 @@ KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 # What a configuration may ask for: one kernel, one by rank, or one by a part of the device's name; None leaves the
 # choice to the device.
 KernelWish = KernelName | list[KernelName | None] | dict[str, KernelName] | None
-
 
 SECTION = "heterogeneity"
 
@@ -77,6 +77,8 @@ class PlacementSection(BaseModel):
         max_tokens: of a batch row that one all-to-all group may hold; left out, what memory is predicted to allow.
         min_cut_tokens: shorter documents stay whole.
         planner: a published planner of documents in the place of ours; its mode is ``"documents"``.
+        remap: whether tokens move between the ranks that attend to them and others that hold them elsewhere; in mode
+            ``"documents"``.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -85,11 +87,18 @@ class PlacementSection(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     min_cut_tokens: int = Field(default=512, ge=2, le=MAX_SEQ_LEN)
     planner: str | None = Field(default=None, min_length=1, max_length=64)
+    remap: RemapWish = "where_faster"
 
     @model_validator(mode="after")
-    def _planner_places_documents(self) -> PlacementSection:
-        if self.planner is not None and self.mode == "stream":
-            raise ValueError('has a planner of documents, but mode "stream" cuts every batch by its length')
+    def _places_documents(self) -> PlacementSection:
+        if self.mode == "stream":
+            if self.planner is not None:
+                raise ValueError('has a planner of documents, but mode "stream" cuts every batch by its length')
+            if "remap" in self.model_fields_set and self.remap != "never":
+                raise ValueError(
+                    f'has remap "{self.remap}", but mode "stream" cuts every batch by its length, and its tokens stay '
+                    "where they are"
+                )
         return self
 
 
@@ -210,7 +219,8 @@ _ACCEPTED = {
     "parallel": '"sequence" (one replica, or several) or "full" (pipelines of unequal stages)',
     "seq_len": f"a whole number >= 1, the tokens of a sequence that is planned for, at most {MAX_SEQ_LEN:,}",
     "layout": '"contiguous" or "zigzag"',
-    "placement": '"stream", "documents", or an object with "mode", "max_tokens", "min_cut_tokens" and "planner"',
+    "placement": '"stream", "documents", or an object with "mode", "max_tokens", "min_cut_tokens", "planner" '
+    'and "remap"',
     "attention": "one of "
     + ", ".join(f'"{name}"' for name in KERNEL_NAMES)
     + '; an object from parts of device names to them, such as {"V100": "torch"}; or a list, one per rank, with null '
@@ -229,6 +239,8 @@ _ACCEPTED = {
     "all-to-all group may hold",
     "placement.min_cut_tokens": f"a whole number >= 2 and <= {MAX_SEQ_LEN:,}; shorter documents stay whole",
     "placement.planner": "the name of a published planner of documents",
+    "placement.remap": '"where_faster" (tokens move for linear layers where that is predicted to pay), "always" or '
+    '"never"',
     "replan.enabled": "true or false",
     "replan.interval_steps": f"a whole number >= 1 and <= {MAX_STEPS:,}",
     "replan.min_gain": "a share >= 0 and < 1",

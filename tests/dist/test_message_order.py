@@ -41,7 +41,7 @@ from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Plan, Stage
 from ds_hetero.values.plans.timetable import held_intervals
-from tests.dist.attention.cases import Case, case_by_heads, random_case, routed_case
+from tests.dist.attention.cases import Case, case_by_heads, moved_case, random_case, routed_case
 from tests.nccl_rules.recorder import recording
 from tests.support import run_ranks
 
@@ -89,13 +89,16 @@ def _as_on_nccl() -> Iterator[None]:
 
 
 def _case(kind: str, seed: int, world_size: int) -> Case:
+    if kind == "moved tokens":
+        return moved_case(seed, world_size)
     if kind == "lanes by heads":
         return case_by_heads(seed, 2, world_size // 2)
     return routed_case(seed, world_size) if kind == "nodes" else random_case(seed, world_size, kind == "documents")
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size"), [("streams", 3), ("documents", 3), ("documents", 4), ("nodes", 4), ("lanes by heads", 4)]
+    ("kind", "world_size"),
+    [("streams", 3), ("documents", 3), ("documents", 4), ("nodes", 4), ("lanes by heads", 4), ("moved tokens", 4)],
 )
 def test_attention_posts_the_calls_that_are_proved(kind: str, world_size: int) -> None:
     for recorded, made in run_ranks(_attention_steps, world_size, kind, 6, nccl_rules=False):

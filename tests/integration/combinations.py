@@ -278,10 +278,11 @@ def _step(model: Any, drawn: Combination) -> tuple[float, dict[str, Tensor]]:
         if drawn.adapter:
             model.enable_input_require_grads()
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    placement = {**BY_DOCUMENTS, "remap": "always" if drawn.stage % 2 else "never"}
     config = ds_config(
         drawn.stage,
         drawn.schedule,
-        **({"placement": BY_DOCUMENTS} if drawn.by_documents else {}),
+        **({"placement": placement} if drawn.by_documents else {}),
         train_micro_batch_size_per_gpu=len(drawn.lengths),
         gradient_clipping=0.0,
     )

@@ -20,8 +20,8 @@ from benchmarks.proof.scopes import QUICK, cuts, one_lane, placement_of
 from benchmarks.proof.walk import lane_violations
 from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.batch.routes import Round, Routes
+from ds_hetero.planner.document_search.remapping import remap
 from ds_hetero.planner.documents import UnitCosts
-from ds_hetero.planner.published.zeppelin import remap
 from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
@@ -213,7 +213,7 @@ def test_remapping_depends_on_surpluses_only(have, want):
     costs = UnitCosts.from_weights(_pair(0, (1, 1)))
     both = [min(pair) for pair in zip(have, want, strict=True)]
     less = ([a - b for a, b in zip(side, both, strict=True)] for side in (have, want))
-    assert remap(have, want, costs) == remap(*less, costs)
+    assert remap(have, want, costs.node, costs) == remap(*less, costs.node, costs)
 
 
 # --- beyond the scope -------------------------------------------------------------------------------

@@ -178,13 +178,15 @@ def _summary(report: DocumentsReport) -> list[str]:
         f"{name} {time_text(seconds)} ({seconds / predicted_s:.2f} x)" if seconds else f"{name} not possible"
         for name, seconds in report.others_s.items()
     ]
-    sent = report.bytes_by_link
+    sent, moves = report.bytes_by_link, report.placement.moves
+    moved = sum(move.tokens for move in moves)
     return [
         f"{len(report.documents)} documents, {length:,} tokens",
         f"predicted:  {time_text(predicted_s)} per block, ideal {time_text(report.ideal_s)}; slowest computes "
         f"{report.balance:.3f} of the ideal",
         f"others:     {', '.join(others)}",
         f"tokens:     {zones}",
+        *([f"moved:      {moved:,} tokens to other ranks before attention, and back after it"] if moves else []),
         f"sent:       {sent['inside_nodes'] / GB:.2f} GB inside nodes, "
         f"{sent['between_nodes'] / GB:.2f} GB between nodes, per block",
     ]

@@ -92,7 +92,7 @@ def make_placement(
         if spans
     ]
     return Placement(
-        schedule=schedule, length=length, rank_tokens=_rank_tokens(schedule, placed.loads.tokens), lanes=tuple(lanes)
+        schedule=schedule, length=length, rank_tokens=rank_tokens(schedule, placed.loads.tokens), lanes=tuple(lanes)
     )
 
 
@@ -119,7 +119,7 @@ def _padding(documents: Sequence[Range], length: int, shares: Sequence[int]) -> 
     return by_unit
 
 
-def _rank_tokens(schedule: Schedule, held: Sequence[int]) -> tuple[int, ...]:
+def rank_tokens(schedule: Schedule, held: Sequence[int]) -> tuple[int, ...]:
     """Tokens of every rank, in the order of the schedule's ranks: a unit's tokens by its ranks' weights."""
     tokens: dict[int, int] = {}
     for group, count in zip(schedule.ring_groups, held, strict=True):

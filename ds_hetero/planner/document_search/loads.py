@@ -4,6 +4,8 @@ Predicted time of one block for a batch whose documents are placed.
 
     predicted = max over units of (outside attention + max(attention + fragments, received))
 
+Where tokens move before attention and after it, all units wait for that, and the maxima of both are added.
+
 No barrier separates attention from the rest, so it is sums that units have to balance; what a unit receives hides under
 all of its attention. A unit of a ring receives the keys and values of every token of a document that it does not hold,
 and a node those that none of its units holds, as fast as the link of its busiest unit allows. A document that is cut
@@ -62,8 +64,10 @@ def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
     linear_D = share_D * cost.non_attention_s_per_token_D + heads_D * cost.attention_edge_s_D
     token_s_K = grouping.by_group(np.maximum, linear_D) + cost.exchange_s_K(schedule) / np.maximum(tokens_K, 1)
     square_s_K = grouping.by_group(np.maximum, heads_D * cost.least_attention_s_D)
+    edge_s_K = token_s_K - grouping.by_group(np.maximum, share_D * cost.non_attention_s_per_token_D)
     idle_K = tokens_K == 0
-    token_s_K[idle_K] = token_s_K.max()
+    slowest = int(token_s_K.argmax())
+    token_s_K[idle_K], edge_s_K[idle_K] = token_s_K[slowest], edge_s_K[slowest]
     nodes = _nodes(cost.cluster, schedule)
     receive_s, cross_s, link_s = _link_s(cost, schedule, nodes)
     bytes_there, bytes_back = _kv_bytes_per_token(cost)
@@ -80,6 +84,7 @@ def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
         exchange_per_receive=exchanged / (bytes_there + bytes_back),
         fragment_rows=_fragment_rows(cost.cluster),
         step_s=_step_s(cost, tokens_D),
+        edge_s=tuple(np.maximum(edge_s_K, 0).tolist()),
     )
 
 
@@ -181,15 +186,21 @@ class Loads:
     fragments_s: tuple[float, ...]  # what cutting adds to that
     received_s: tuple[float, ...]  # receiving keys and values and their gradients, of every unit
     exchange_s: float = 0.0  # exchanging heads between nodes, for which all wait
+    moved_s: float | None = None  # moving tokens before and after attention, for which all wait; None where none move
 
     @property
     def compute_s(self) -> float:
         """Time of the unit that computes the longest, whatever its documents are cut into."""
+        if self.moved_s is not None:
+            return max(self.linear_s) + max(self.attention_s)
         return max(map(sum, zip(self.linear_s, self.attention_s, strict=True)))
 
     @property
     def predicted_s(self) -> float:
         """Time of the block."""
+        if self.moved_s is not None:
+            inside_s = (s - linear_s for s, linear_s in zip(self.units_s, self.linear_s, strict=True))
+            return self.exchange_s + self.moved_s + max(self.linear_s) + max(inside_s)
         return self.exchange_s + max(self.units_s)
 
     @property
@@ -325,7 +336,7 @@ def exchange_bytes(placement: Placement, node_of_rank: Sequence[int], kv_bytes: 
     """Bytes of the all-to-alls of one layer, forward and backward, by `LINK_KINDS`; over all ranks.
 
     For each of its tokens a rank sends q, k and v of another rank's heads and gets these heads of the output back; the
-    backward does the same with gradients, of the same size.
+    backward does the same with gradients, of the same size. A token that moves does so with all heads.
 
     Args:
         placement: of a batch, with its rows.
@@ -345,6 +356,10 @@ def exchange_bytes(placement: Placement, node_of_rank: Sequence[int], kv_bytes: 
                     if rank != other:
                         is_between = node_of_rank[rank] != node_of_rank[other]
                         total[LINK_KINDS[is_between]] += part.placement.tokens(rank) * heads * of_head  # type: ignore[assignment]
+    for move in placement.moves:
+        heads = 2 * (placement.schedule.num_heads + placement.schedule.num_kv_heads)
+        is_between = node_of_rank[move.attends] != node_of_rank[move.holds]
+        total[LINK_KINDS[is_between]] += move.tokens * heads * of_head  # type: ignore[assignment]
     return {kind: placement.rows[-1].stop * float(total[kind]) for kind in LINK_KINDS}
 
 

@@ -14,6 +14,7 @@ from itertools import accumulate
 
 from ds_hetero.planner.document_search.lanes import loads_by_heads
 from ds_hetero.planner.document_search.loads import Loads, crossing_s, loads_of
+from ds_hetero.planner.document_search.remapping import loads_with_moves
 from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts, crossing_of, in_order
 from ds_hetero.values.placement import Lane, Placement, Range
 
@@ -25,6 +26,8 @@ def placement_loads(placement: Placement, documents: Sequence[Range], costs: Uni
         placement: of one batch row.
         documents: intervals of the row, ascending and disjoint.
     """
+    if placement.moves:
+        return loads_with_moves(placement_loads(placement.in_attention, documents, costs), placement, costs)
     first, *more = placement.lanes
     if not more and first.spans == ((0, placement.length),) and len(first.members) > 1 and not first.by_heads:
         return stream_loads(first, documents, costs)

@@ -34,8 +34,9 @@ EVEN_LENGTH_PER_WIDTH = 10  # attention of a document takes as long as the rest 
 
 TILE_ROWS = 128.0  # kernels on GPUs compute query rows in tiles of so many: half a tile of each chunk is waste
 
-_BY_UNIT = ("token_s", "square_s", "most_tokens", "node")
+_BY_UNIT = ("token_s", "square_s", "most_tokens", "node", "edge_s")
 _BY_NODE = ("receive_s", "cross_s", "link_s")
+_OPTIONAL = ("edge_s", "link_s")
 _SCALARS = ("exchange_per_receive", "fragment_rows", "step_s")
 
 
@@ -59,6 +60,8 @@ class UnitCosts:
             part: tiles of query rows that its two chunks do not fill, and the merging of what they see.
         step_s: what a step takes besides, whoever holds which tokens, over its blocks and micro-batches: the
             optimizer, ZeRO's traffic, the part of a loss without tokens. It takes from a gain's share of the step.
+        edge_s: the part of ``token_s`` that goes with a token's attention, ``[unit]``: tiles on the diagonal of its
+            document, and the unit's all-to-alls; empty for none.
 
     Raises:
         PlanError: lengths that differ, a number that is not finite, or a time of computing that is not positive.
@@ -74,21 +77,25 @@ class UnitCosts:
     exchange_per_receive: float = 0.0
     fragment_rows: float = TILE_ROWS
     step_s: float = 0.0
+    edge_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         units, nodes = len(self.token_s), max(self.node, default=-1) + 1
         for names, count, what in ((_BY_UNIT, units, "units"), (_BY_NODE, nodes, "nodes")):
             for name in names:
-                if not count or (len(getattr(self, name)) != count and (name != "link_s" or self.link_s)):
+                given = getattr(self, name)
+                if not count or (len(given) != count and (given or name not in _OPTIONAL)):
                     raise PlanError(f"{name} has {len(getattr(self, name))} entries; there are {count} {what}.")
         if set(self.node) != set(range(nodes)):
             raise PlanError(f"node must number the nodes from 0 without gaps, got {shortened(self.node)}.")
         for name in ("token_s", "square_s"):
             if not all(isfinite(value) and value > 0 for value in getattr(self, name)):
                 raise PlanError(f"{name} must be finite and > 0, got {shortened(getattr(self, name))}.")
-        for name in ("most_tokens", *_BY_NODE):
+        for name in ("most_tokens", "edge_s", *_BY_NODE):
             if not all(isfinite(value) and value >= 0 for value in getattr(self, name)):
                 raise PlanError(f"{name} must be finite and >= 0, got {shortened(getattr(self, name))}.")
+        if any(edge_s >= token_s for edge_s, token_s in zip(self.edge_s, self.token_s, strict=False)):
+            raise PlanError(f"edge_s is a part of token_s, got {shortened(self.edge_s)} of {shortened(self.token_s)}.")
         for name in _SCALARS:
             if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise PlanError(f"{name} must be finite and >= 0, got {getattr(self, name)}.")
@@ -114,6 +121,16 @@ class UnitCosts:
         )
 
     @property
+    def edges_s(self) -> tuple[float, ...]:
+        """``edge_s`` of every unit."""
+        return self.edge_s or (0.0,) * len(self.token_s)
+
+    @property
+    def linear_s(self) -> tuple[float, ...]:
+        """Seconds per token outside attention altogether, ``[unit]``."""
+        return tuple(token_s - edge_s for token_s, edge_s in zip(self.token_s, self.edges_s, strict=True))
+
+    @property
     def num_nodes(self) -> int:
         """Nodes that the units lie on."""
         return len(self.receive_s)
@@ -135,7 +152,8 @@ class UnitCosts:
         """All numbers in one list, as rank 0 sends them to the others; `from_floats` reads it."""
         flat = [float(len(self.token_s)), float(self.num_nodes), *(getattr(self, name) for name in _SCALARS)]
         for name in (*_BY_UNIT, *_BY_NODE):
-            flat += map(float, getattr(self, name) or (0.0,) * self.num_nodes)
+            count = len(self.token_s) if name in _BY_UNIT else self.num_nodes
+            flat += map(float, getattr(self, name) or (0.0,) * count)
         return flat
 
     @classmethod
@@ -155,8 +173,8 @@ class UnitCosts:
             kind = int if name in ("most_tokens", "node") else float
             values[name] = tuple(map(kind, flat[at : at + count]))
             at += count
-        if not any(values["link_s"]):
-            values["link_s"] = ()
+        for name in _OPTIONAL:
+            values[name] = values[name] if any(values[name]) else ()
         scalars = dict(zip(_SCALARS, map(float, flat[2:head]), strict=True))
         assert {*values, *scalars} == {field.name for field in fields(cls)}
         return cls(**values, **scalars)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 
 from ds_hetero.common.text import listed
 from ds_hetero.errors import BatchError, ScheduleError
@@ -16,10 +17,17 @@ from ds_hetero.planner.document_search.candidates import place_everywhere, place
 from ds_hetero.planner.document_search.lanes import WORTH_EXCHANGING, make_placement, place_by_heads
 from ds_hetero.planner.document_search.loads import loads_of
 from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
+from ds_hetero.planner.document_search.remapping import (
+    WORTH_MOVING,
+    least_remapped_s,
+    place_remapped,
+    remapped,
+    with_held_tokens,
+)
 from ds_hetero.planner.document_search.two_level import over_all_units
 from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts, crossing_of, in_order
 from ds_hetero.planner.published.registry import PLANNERS
-from ds_hetero.values.placement import Placement, Range, Rows, stream_placement
+from ds_hetero.values.placement import Placement, Range, RemapWish, Rows, TokenMove, stream_placement
 from ds_hetero.values.schedule import Schedule
 
 
@@ -33,12 +41,14 @@ class DocumentPlacer:
         planner: a published planner of documents that takes the place of ours, and knows no ``min_cut_tokens``.
         least_gain: share of the time of the stream that must be saved, as predicted, or a batch stays one; such a
             placer refuses no batch. None where documents were asked for: then any gain will do.
+        remap: whether tokens move before and after attention, see `place_documents`.
     """
 
     costs: UnitCosts  # of the units of the schedule that batches are placed for
     min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS  # shorter documents are never cut
     planner: str | None = None
     least_gain: float | None = None
+    remap: RemapWish = "where_faster"
 
     def __call__(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
         """Place one batch.
@@ -54,15 +64,20 @@ class DocumentPlacer:
             placed = self._if_worth_it(schedule, documents, length) if len(documents) > 1 else None
             return (placed or routed_stream(schedule, length, self.costs)).with_rows(rows)
         if self.planner is not None:
-            return place_by_published(self.planner, schedule, documents, length, self.costs).with_rows(rows)
-        placement = place_documents(schedule, documents, length, self.costs, min_cut_tokens=self.min_cut_tokens)
+            placement = place_by_published(self.planner, schedule, documents, length, self.costs, self.remap)
+        else:
+            placement = place_documents(
+                schedule, documents, length, self.costs, min_cut_tokens=self.min_cut_tokens, remap=self.remap
+            )
         return placement.with_rows(rows)
 
     def _if_worth_it(self, schedule: Schedule, documents: Sequence[Range], length: int) -> Placement | None:
         """The placement by documents; None where it is predicted to save too little, or is not possible."""
         assert self.least_gain is not None
         try:
-            placed = place_documents(schedule, documents, length, self.costs, min_cut_tokens=self.min_cut_tokens)
+            placed = place_documents(
+                schedule, documents, length, self.costs, min_cut_tokens=self.min_cut_tokens, remap=self.remap
+            )
             stream = stream_placement(schedule, length)
         except (BatchError, ScheduleError):  # too little memory, as predicted; fewer tokens than ranks
             return None
@@ -75,6 +90,8 @@ class DocumentPlacer:
     def everywhere(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
         """Place one batch row with every document over all units, for a check that is to see each of them cut.
 
+        Where tokens may move, half of every other rank's do.
+
         Raises:
             BatchError: the documents do not fit into the units' memory, and were asked to be placed.
         """
@@ -84,7 +101,12 @@ class DocumentPlacer:
         check_documents(row.documents, length)
         check_memory(length, self.costs)
         placed = place_everywhere([stop - start for start, stop in row.documents], self.costs, length)
-        return make_placement(schedule, row.documents, length, placed, self.costs).with_rows(rows)
+        placement = make_placement(schedule, row.documents, length, placed, self.costs).with_rows(rows)
+        if self.remap == "never" or (self.remap == "where_faster" and not self.costs.exchange_per_receive):
+            return placement
+        pairs = zip(schedule.ranks[::2], schedule.ranks[1::2], strict=False)
+        moves = (TokenMove(rank, other, placement.tokens(rank) // 2) for rank, other in pairs)
+        return placement.with_moves([move for move in moves if move.tokens])
 
 
 def place_documents(
@@ -94,12 +116,13 @@ def place_documents(
     costs: UnitCosts,
     *,
     min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS,
+    remap: RemapWish = "where_faster",
 ) -> Placement:
     """Place the documents of one batch row on the units of a schedule.
 
-    The result is never predicted to be slower than the stream, than every document over all units, and than every
-    document over one node. Positions outside every document are padding: they are placed too, as they are computed
-    outside attention.
+    Unless tokens always move, the result is never predicted to be slower than the stream, than every document over all
+    units, and than every document over one node. Positions outside every document are padding: they are placed too, as
+    they are computed outside attention.
 
     Args:
         schedule: the replica's schedule.
@@ -107,6 +130,8 @@ def place_documents(
         length: tokens of the row.
         costs: of the schedule's units.
         min_cut_tokens: shorter documents are never cut.
+        remap: whether tokens move between attention and linear layers. ``"where_faster"``: where the block is predicted
+            to take at most `WORTH_MOVING` of the time, and the costs of moving are known.
 
     Raises:
         BatchError: documents that overlap or leave the row, or that do not fit into the units' memory.
@@ -115,16 +140,33 @@ def place_documents(
     check_documents(documents, length)
     check_memory(length, costs)
     lengths = [stop - start for start, stop in documents]
-    best = place_lengths(lengths, costs, padding=length - sum(lengths), min_cut_tokens=min_cut_tokens)
+    padding = length - sum(lengths)
+    best = passed_on = place_lengths(lengths, costs, padding=padding, min_cut_tokens=min_cut_tokens)
     heads: tuple[int, ...] = ()
     if all(len(group.ranks) == 1 for group in schedule.groups):
-        by_heads = place_by_heads(lengths, best, costs, schedule.num_heads, length - sum(lengths))
+        by_heads = place_by_heads(lengths, best, costs, schedule.num_heads, padding)
         if by_heads is not None and by_heads.placed.predicted_s < WORTH_EXCHANGING * best.predicted_s:
             best, heads = by_heads
     stream = _stream(schedule, documents, length, costs)
+    fastest_s = best.predicted_s if stream is None else min(stream[0], best.predicted_s)
+    limit_s = _remap_limit_s(remap, fastest_s, costs)
+    if least_remapped_s(lengths, costs, padding) <= limit_s:
+        moved = place_remapped(lengths, passed_on, costs, padding=padding, min_cut_tokens=min_cut_tokens)
+        if moved.predicted_s <= limit_s:
+            placement = make_placement(schedule, documents, length, moved.placed, costs)
+            return with_held_tokens(placement, moved.held, costs)
     if stream is not None and stream[0] < best.predicted_s:
         return routed_stream(schedule, length, costs)
     return make_placement(schedule, documents, length, best, costs, heads)
+
+
+def _remap_limit_s(remap: RemapWish, without_s: float, costs: UnitCosts) -> float:
+    """The longest predicted time of a block for which tokens move; below 0 where they never do."""
+    if remap == "always":
+        return inf
+    if remap == "never" or not costs.exchange_per_receive:
+        return -inf
+    return WORTH_MOVING * (without_s + costs.step_s) - costs.step_s
 
 
 def expect_places(planner: str, costs: UnitCosts) -> None:
@@ -140,7 +182,12 @@ def expect_places(planner: str, costs: UnitCosts) -> None:
 
 
 def place_by_published(
-    planner: str, schedule: Schedule, documents: Sequence[Range], length: int, costs: UnitCosts
+    planner: str,
+    schedule: Schedule,
+    documents: Sequence[Range],
+    length: int,
+    costs: UnitCosts,
+    remap: RemapWish = "never",
 ) -> Placement:
     """Place the documents of one batch row as a published planner says; padding goes where time is left.
 
@@ -150,6 +197,7 @@ def place_by_published(
         documents: intervals of the row, ascending and disjoint.
         length: tokens of the row.
         costs: of the schedule's units.
+        remap: as in `place_documents`.
 
     Raises:
         PlanError: there is no such planner of documents, or its paper cannot describe the units.
@@ -167,7 +215,11 @@ def place_by_published(
                 f"{most:,}. Use shorter rows, or leave the planner out for ours."
             )
     placed = with_padding(lengths, pieces, costs, length - sum(lengths))
-    return make_placement(schedule, documents, length, placed, costs)
+    placement = make_placement(schedule, documents, length, placed, costs)
+    moved = remapped(placed, costs)
+    if moved.predicted_s <= _remap_limit_s(remap, placed.predicted_s, costs):
+        placement = with_held_tokens(placement, moved.held, costs)
+    return placement
 
 
 def _published(planner: str) -> Callable[[Sequence[int], UnitCosts], list[Pieces]]:

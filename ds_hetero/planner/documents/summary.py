@@ -9,6 +9,7 @@ from functools import cached_property
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.errors import HeteroError, PlanError
+from ds_hetero.planner.document_search.bins import LEAST_FRAGMENT_TOKENS
 from ds_hetero.planner.document_search.candidates import place_lengths
 from ds_hetero.planner.document_search.lanes import place_by_heads
 from ds_hetero.planner.document_search.loads import (
@@ -21,9 +22,9 @@ from ds_hetero.planner.document_search.loads import (
     unit_costs,
 )
 from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
+from ds_hetero.planner.document_search.remapping import place_remapped
 from ds_hetero.planner.document_search.unit_costs import UnitCosts
 from ds_hetero.planner.documents.placing import place_documents, placement_strategies
-from ds_hetero.planner.published.zeppelin import remapped_s
 from ds_hetero.values.placement import Placement, Range, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
 
@@ -79,6 +80,7 @@ class DocumentsReport:
                 }
                 for lane in self.placement.lanes
             ],
+            "moves": list(map(list, self.placement.moves)),
             "rank_tokens": dict(zip(map(str, schedule.ranks), self.placement.rank_tokens, strict=True)),
             "units": [
                 {
@@ -148,7 +150,7 @@ def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Seq
         others_s={
             **_others_s(schedule, lengths, documents, length, costs),
             **_crossing_s(lengths, costs, schedule.num_heads),
-            "remapped": remapped_s(loads, costs),
+            "remapped": _remapped_s(lengths, costs, length - sum(lengths)),
         },
         bytes_by_link={kind: in_rings[kind] + exchanged[kind] for kind in in_rings},
     )
@@ -164,6 +166,12 @@ def _crossing_s(lengths: Sequence[int], costs: UnitCosts, num_heads: int) -> dic
     one_ring = place_lengths(lengths, costs.through_one_link())
     by_heads = place_by_heads(lengths, place_lengths(lengths, costs), costs, num_heads, 0)
     return {"one ring": one_ring.predicted_s, "by heads": None if by_heads is None else by_heads.placed.predicted_s}
+
+
+def _remapped_s(lengths: Sequence[int], costs: UnitCosts, padding: int) -> float:
+    """Predicted time if tokens moved between attention and linear layers, whether that pays or not."""
+    best = place_lengths(lengths, costs, padding=padding)
+    return place_remapped(lengths, best, costs, padding=padding, min_cut_tokens=2 * LEAST_FRAGMENT_TOKENS).predicted_s
 
 
 def _others_s(

@@ -27,6 +27,7 @@ from ds_hetero.runtime.attention.head_exchange import (
     scatter_sequence,
 )
 from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores
+from ds_hetero.runtime.attention.moves import from_attention, to_attention
 from ds_hetero.runtime.attention.ring import RingContext, ring_backward, ring_forward
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
@@ -68,19 +69,21 @@ def attention(
 
     Caller: every rank of the replica, once per attention layer.
     Collectives: forward two all_to_all_single and K - 1 rounds of point-to-point
-        messages in every lane of K units, or more of them, see `ds_hetero.batch.routes`; the same again backward.
+        messages in every lane of K units, or more of them, see `ds_hetero.batch.routes`; the same again backward. Two
+        all_to_all_single more, each way, where the placement moves tokens.
 
     Raises:
         BatchError: q, k, v do not have the shapes that schedule and batch give this rank.
     """
     _check_shapes(q, k, v, replica, batch)
+    q, k, v = to_attention((q, k, v), replica, batch, clock)
     out, begin = [], 0
     for of_part, part in batch.parts(replica):
         end = begin + part.placement.tokens(replica.rank)
         q_part, k_part, v_part = (x[:, :, begin:end] if x.shape[2] > end - begin else x for x in (q, k, v))
         out.append(_attention_of_part(q_part, k_part, v_part, of_part, part, spec, clock))
         begin = end
-    return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+    return from_attention(out[0] if len(out) == 1 else torch.cat(out, dim=1), replica, batch, clock)
 
 
 def _attention_of_part(

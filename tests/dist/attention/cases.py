@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from benchmarks.proof.chance import random_placement, random_schedule, with_lanes_by_heads, with_nodes
+from benchmarks.proof.chance import random_placement, random_schedule, with_lanes_by_heads, with_moves, with_nodes
 from ds_hetero.values.placement import Placement, Range, stream_placement
 from ds_hetero.values.schedule import Group, Schedule
 
@@ -114,6 +114,18 @@ def case_by_heads(seed: int, nodes: int, per_node: int) -> Case:
     case.schedule = replace(case.schedule, groups=groups, ring=tuple(range(world_size)))
     placement = random_placement(rng, case.schedule, _spans(case.documents), widest=True)
     case.placement = with_lanes_by_heads(rng, placement, nodes)
+    return case
+
+
+def moved_case(seed: int, world_size: int) -> Case:
+    """A case some of whose tokens are held by other ranks than attend to them; of every kind that there is."""
+    if world_size == 4 and seed % 4 == 0:
+        case = case_by_heads(seed, 2, 2)
+    elif seed % 4 == 1:
+        case = routed_case(seed, world_size)
+    else:
+        case = random_case(seed, world_size, by_documents=seed % 4 == 2)
+    case.placement = with_moves(random.Random(seed), case.placement)
     return case
 
 

@@ -30,7 +30,7 @@ from ds_hetero.values.baselines import ring, usp
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Group, Schedule
-from tests.dist.attention.cases import Case, case_by_heads, random_case, routed_case
+from tests.dist.attention.cases import Case, case_by_heads, moved_case, random_case, routed_case
 from tests.support import run_ranks
 
 CPU = torch.device("cpu")
@@ -97,6 +97,26 @@ def _check_by_heads(rank, nodes, per_node, num_cases):
         for dtype in (torch.float64, torch.float32):
             _check_case(case, seed, replica, dtype, 1e-6)
         count += any(lane.by_heads for lane in case.placement.lanes)
+    return count
+
+
+@pytest.mark.sweep(keep=1)
+@_few_or_many(few=[(2, 10), (3, 16), (4, 24)], many=[(2, 40), (3, 60), (4, 100)])
+def test_tokens_that_others_hold_outside_attention_equal_one_process(world_size, num_cases):
+    """Two hundred placements in the slow suite, of every kind of lane; fp64 to 1e-12."""
+    counts = run_ranks(_check_moves, world_size, num_cases, timeout_s=240)
+    assert counts[0] > num_cases // 2
+
+
+def _check_moves(rank, num_cases):
+    world_size, count = dist.get_world_size(), 0
+    far_group = dist.new_group()
+    for seed in range(num_cases):
+        case = moved_case(seed, world_size)
+        replica = replace(make_replica(Plan.of_replicas([case.schedule])), far_group=far_group)
+        for dtype in (torch.float64, torch.float32):
+            _check_case(case, seed, replica, dtype, TOLERANCE[torch.float32])
+        count += bool(case.placement.moves)
     return count
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.proof.chance import with_moves
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, batch_layout
 from ds_hetero.runtime.documents import (
     documents_from_cu_seqlens,
@@ -38,6 +39,8 @@ def test_random_placements_equal_the_whole_sequence(world_size: int) -> None:
 def _check_all(rank: int, seeds: range) -> None:
     for seed in seeds:
         case = random_case(seed, torch.distributed.get_world_size(), by_documents=seed % 2 == 0)
+        if seed % 3 == 0:
+            case.placement = with_moves(random.Random(seed), case.placement)
         replica = make_replica(Plan.of_replicas([case.schedule]))
         batch = batch_layout(case.placement, rows_of(_documents(case)))
         try:

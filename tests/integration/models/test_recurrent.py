@@ -322,7 +322,8 @@ def _check_documents(rank: int) -> None:
     whole = batches(3, batch_size=1, length=60)
     for batch in whole:
         batch["position_ids"] = torch.cat([torch.arange(n) for n in (9, 31, 4, 16)])[None]
-    placed, placed_norms, _ = _train(whole, 1, BY_DOCUMENTS)
     losses, norms, _ = _train(whole, 1, "stream")
-    torch.testing.assert_close(placed, losses, rtol=1e-5, atol=0)
-    torch.testing.assert_close(placed_norms, norms, rtol=1e-5, atol=0)
+    for remap in ("never", "always"):
+        placed, placed_norms, _ = _train(whole, 1, {**BY_DOCUMENTS, "remap": remap})
+        torch.testing.assert_close(placed, losses, rtol=1e-5, atol=0)
+        torch.testing.assert_close(placed_norms, norms, rtol=1e-5, atol=0)

@@ -3,7 +3,7 @@
 from ds_hetero.job.documents import DocumentZones
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.values.baselines import ring
-from ds_hetero.values.placement import Lane, Placement, Rows
+from ds_hetero.values.placement import Lane, Placement, Rows, TokenMove
 
 
 def test_shares_of_tokens_by_zone(capsys):
@@ -17,7 +17,7 @@ def test_shares_of_tokens_by_zone(capsys):
     placement = Placement(schedule=ring(3, 4, 4), length=20, rank_tokens=(8, 8, 4), lanes=lanes, rows=rows)
     zones = DocumentZones((0, 0, 1))
     assert zones.take_shares() == {}
-    zones.record_batch(BatchLayout(placement=placement))
+    zones.record_batch(BatchLayout(placement=placement.with_moves([TokenMove(0, 2, 3), TokenMove(1, 2, 1)])))
     shares = zones.take_shares()
     assert shares == {"local": 0.3, "node": 0.2, "cluster": 0.5}
     assert zones.take_shares() == {}
@@ -25,3 +25,4 @@ def test_shares_of_tokens_by_zone(capsys):
         zones.announce_once(shares)
     printed = capsys.readouterr()
     assert (printed.out + printed.err).count("documents: 30% of the tokens lie inside one group of ranks") == 1
+    assert "; 4 tokens change ranks before attention and after it" in printed.out + printed.err

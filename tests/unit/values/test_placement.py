@@ -1,15 +1,19 @@
-"""Placements: today's cut against its definition, and what lanes of documents will look like."""
+"""Placements: today's cut against its definition, lanes of documents, and tokens that others hold outside attention."""
 
+import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
+from benchmarks.proof.chance import random_placement, random_schedule, with_moves
+from ds_hetero.batch.head_table import MoveTable, move_table
 from ds_hetero.batch.ring_table import Block, RingTable
 from ds_hetero.batch.routes import Round
 from ds_hetero.errors import ScheduleError
 from ds_hetero.values.baselines import proportional, ring
-from ds_hetero.values.placement import Lane, Placement, Rows, stream_placement
+from ds_hetero.values.placement import Lane, Placement, Rows, TokenMove, stream_placement
 from ds_hetero.values.schedule import Group, Schedule
 from tests.unit.values.test_schedule import lengths, schedules
 
@@ -136,3 +140,57 @@ def test_a_lane_has_a_ring_of_its_members_and_no_others():
     ((_, blocks),) = alone.blocks(0, 0)
     assert blocks == (Block((0, 3), (0, 3), None, 0), Block((3, 7), (3, 7), None, 0))
     assert alone.forward_rounds(0) == (Round((), ()),)
+
+
+# --- tokens that move -------------------------------------------------------------------------------
+
+# Rank 2 gives its last five tokens, two of them to rank 0 and three to rank 3.
+MOVED = PLACEMENT.with_moves([TokenMove(2, 3, 3), TokenMove(2, 0, 2)])
+
+
+def test_a_rank_holds_all_but_its_last_tokens_and_behind_its_own_those_it_takes_over():
+    assert MOVED.rank_tokens == (6, 2, 2, 9)
+    assert MOVED.intervals(2) == ((12, 14),)
+    assert MOVED.intervals(0) == ((5, 7), (7, 9), (14, 15), (15, 16))
+    assert MOVED.intervals(3) == ((2, 5), (9, 12), (16, 17), (17, 19))
+    assert MOVED.in_attention == PLACEMENT and PLACEMENT.in_attention is PLACEMENT
+    assert MOVED.fingerprint != PLACEMENT.fingerprint
+    assert MOVED.parts == PLACEMENT.parts
+
+
+def test_what_a_rank_gives_before_attention_is_what_it_takes_after_it():
+    assert move_table(MOVED, 2) == MoveTable(gives=(0, 0, 0, 0), takes=(2, 0, 0, 3))
+    assert move_table(MOVED, 3) == MoveTable(gives=(0, 0, 3, 0), takes=(0, 0, 0, 0))
+    assert move_table(MOVED, 3).sizes(10) == ([0, 0, 30, 0], [0, 0, 0, 0])
+    assert move_table(MOVED, 3).sizes(10, back=True) == ([0, 0, 0, 0], [0, 0, 30, 0])
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [[TokenMove(2, 3, 8)], [TokenMove(2, 3, 1), TokenMove(3, 0, 1)], [TokenMove(2, 3, 0)]],
+    ids=["too many", "passed on", "none"],
+)
+def test_moves_that_cannot_be_are_refused(moves):
+    with pytest.raises(AssertionError):
+        PLACEMENT.with_moves(moves)
+
+
+@given(st.integers(0, 2**32))
+def test_moved_tokens_are_held_once_and_come_back_in_the_order_of_attention(seed):
+    rng = random.Random(seed)
+    schedule = random_schedule(rng, rng.randint(2, 5), 4, 2)
+    moved = with_moves(rng, random_placement(rng, schedule, [(0, 9), (9, 30), (30, 47)]))
+    held = {rank: moved.positions(rank) for rank in schedule.ranks}
+    assert sorted(p for positions in held.values() for p in positions) == list(range(47))
+    assert [len(positions) for positions in held.values()] == list(moved.rank_tokens)
+    tables = {rank: move_table(moved, rank) for rank in schedule.ranks}
+    given_away = {rank: iter(held[rank][len(held[rank]) - sum(tables[rank].gives) :]) for rank in schedule.ranks}
+    parcels = {  # as all_to_all_single cuts what a rank sends
+        (rank, other): [next(given_away[rank]) for _ in range(count)]
+        for rank in schedule.ranks
+        for other, count in zip(schedule.ranks, tables[rank].gives, strict=True)
+    }
+    for rank in schedule.ranks:
+        kept = held[rank][: len(held[rank]) - sum(tables[rank].gives)]
+        arrived = [p for other in schedule.ranks for p in parcels[other, rank]]
+        assert kept + arrived == moved.in_attention.positions(rank)

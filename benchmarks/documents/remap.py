@@ -1,0 +1,237 @@
+r"""Tokens that move between attention and linear layers, against tokens that stay: where that pays and where it costs.
+
+    python -m benchmarks.documents remap --link 1      # about four minutes
+
+Training steps of a small Llama through DeepSpeed, four ranks in two nodes, 4:3:2:1, ArXiv's lengths, by turns in the
+same processes. Three cases: every other rank's attention kernel computes `SLOWER` times, as a card without a fast one
+would; all kernels alike; and alike with Zeppelin's planner, which takes ranks for equal. What "where_faster" takes is
+one of the two, and said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.documents.contenders import AtOnce, PackedBatch, engine_step
+from benchmarks.documents.run import ALL_CORES, BUILDING_CORES, FRAGMENT_ROWS, NODES, RUNS_AT_ONCE, SPEEDS, solve_step
+from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
+from benchmarks.emulation.emulator import RankLab, emulate
+from benchmarks.measure.contenders import Shape
+from benchmarks.measure.results import FOLDER, header, progress, write
+from benchmarks.measure.turns import take_turns, timed_run
+from ds_hetero.planner.document_search.placement_loads import placement_loads
+from ds_hetero.planner.documents import DocumentPlacer, UnitCosts
+from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
+from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
+from ds_hetero.values.baselines import proportional
+from ds_hetero.values.placement import Placement, RemapWish, Rows
+from ds_hetero.values.schedule import Schedule
+
+STAYS, MOVES, CHOOSES = "never", "always", "where_faster"
+SHAPE = Shape()
+TOKENS, SHRINK = 6144, 10
+SLOWER = 6  # times as long in attention as a rank's linear layers say
+OF_ALL_LENGTHS = PackedBatch((64,) * 16 + (256,) * 4 + (1024,) * 2)  # for what a document's diagonal costs
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Args:
+        slower: how many times as long attention takes on every other rank.
+        planner: a published one in the place of ours.
+    """
+
+    name: str
+    slower: int = 1
+    planner: str | None = None
+
+
+CASES = (
+    Case(f"ours, attention {SLOWER}x slower on ranks 1 and 3", slower=SLOWER),
+    Case("ours, kernels alike"),
+    Case("Zeppelin's, kernels alike", planner="zeppelin"),
+)
+
+
+@dataclass(frozen=True)
+class RemappedBatch(PackedBatch):
+    """A packed batch whose contenders are the values of ``"placement": {"remap": ...}``."""
+
+    planner: str | None = None
+
+    def place(self, name: str, schedule: Schedule, costs: UnitCosts) -> Placement:
+        """The placement of a job's placer."""
+        remap: RemapWish = name  # type: ignore[assignment]
+        placer = DocumentPlacer(costs, planner=self.planner, remap=remap)
+        return placer(schedule, self.tokens, (Rows(0, 1, self.documents),))
+
+
+def measure(lab: RankLab, link_bit_per_s: float | None, rounds: int, budget_s: float) -> list[dict[str, Any]]:
+    """All cases, on one rank; rank 0's answer is complete."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    total, speeds = sum(lab.cluster.cores), SPEEDS["4:3:2:1"]
+    lab.set_speeds([total * speed / sum(speeds) for speed in speeds])
+    cores = [speed.measured for speed in lab.speeds]
+    schedule = proportional(cores, SHAPE.num_heads, SHAPE.num_kv_heads)
+    alike = _costs(lab, cores, link_bit_per_s)
+    drawn = [length // SHRINK for length in DISTRIBUTIONS["arxiv"].batch(TOKENS * SHRINK, random.Random(1))]
+    drawn[-1] += TOKENS - sum(drawn)
+    results = []
+    for done, case in enumerate(CASES, start=1):
+        lab.report(done / (len(CASES) + 1), case.name)
+        batch = RemappedBatch(tuple(drawn), case.planner)
+        factors = [case.slower if rank % 2 else 1 for rank in range(len(cores))]
+        costs = _with_slower_attention(alike, factors)
+        placements = {wish: batch.place(wish, schedule, costs) for wish in (STAYS, MOVES, CHOOSES)}
+        with _repeated_attention(factors[lab.rank]):
+            with lab.at_speed(BUILDING_CORES):
+                actions = {wish: engine_step(wish, batch, SHAPE, schedule, costs) for wish in (STAYS, MOVES)}
+                for action in actions.values():
+                    action()
+            dist.barrier()
+            turns = take_turns(actions, rounds, budget_s, lab.own_pids)
+        results.append(
+            {
+                "case": case.name,
+                "documents": batch.lengths,
+                "chosen": next(wish for wish in (STAYS, MOVES) if placements[wish] == placements[CHOOSES]),
+                "attended": {wish: placements[wish].in_attention.rank_tokens for wish in (STAYS, MOVES)},
+                "held": {wish: placements[wish].rank_tokens for wish in (STAYS, MOVES)},
+                "predicted_s": {
+                    wish: placement_loads(placements[wish], batch.documents, costs).predicted_s + costs.step_s
+                    for wish in (STAYS, MOVES)
+                },
+                "seconds": turns.seconds,
+                "foreign_cores": turns.foreign_cores,
+                "measured_speeds": cores,
+                "text": lab.describe(),
+            }
+        )
+    return results
+
+
+@contextmanager
+def _repeated_attention(times: int) -> Iterator[None]:
+    """Let this rank's kernel compute everything so many times."""
+
+    def repeated(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            for _ in range(times - 1):
+                compute(*arguments, **options)
+            return compute(*arguments, **options)
+
+        return run
+
+    with (
+        mock.patch.object(TorchKernel, "forward", repeated(TorchKernel.forward)),
+        mock.patch.object(TorchKernel, "backward", repeated(TorchKernel.backward)),
+    ):
+        yield
+
+
+def _with_slower_attention(costs: UnitCosts, factors: Sequence[int]) -> UnitCosts:
+    """The costs of ranks whose attention takes so many times as long."""
+    edge_s = tuple(s * factor for s, factor in zip(costs.edge_s, factors, strict=True))
+    return replace(
+        costs,
+        token_s=tuple(linear_s + s for linear_s, s in zip(costs.linear_s, edge_s, strict=True)),
+        square_s=tuple(s * factor for s, factor in zip(costs.square_s, factors, strict=True)),
+        edge_s=edge_s,
+    )
+
+
+def _costs(lab: RankLab, cores: Sequence[float], link_bit_per_s: float | None) -> UnitCosts:
+    """Of a step, on ranks with these speeds; links inside nodes count as free. Caller: every rank."""
+    at_once = AtOnce(OF_ALL_LENGTHS, SHAPE, cores)
+    for _ in range(RUNS_AT_ONCE):
+        timed_run(at_once)
+    with lab.at_speed(ALL_CORES):  # rank 0 alone, the others wait
+        token_s, square_s, once_s = (seconds * ALL_CORES for seconds in solve_step(SHAPE, TOKENS))
+    edge_s = min(at_once.edge_tokens() * square_s, token_s / 2)
+    kv_bytes = 2 * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 4  # gradients too
+    cross_s = SHAPE.num_layers * kv_bytes * 8 / link_bit_per_s if link_bit_per_s else 0.0
+    return UnitCosts(
+        token_s=tuple(token_s / speed for speed in cores),
+        square_s=tuple(square_s / speed for speed in cores),
+        most_tokens=(10**9,) * len(cores),
+        node=NODES,
+        receive_s=(0.0, 0.0),
+        cross_s=(cross_s, cross_s),
+        exchange_per_receive=(SHAPE.num_heads + SHAPE.num_kv_heads) / SHAPE.num_kv_heads,
+        fragment_rows=FRAGMENT_ROWS,
+        edge_s=tuple(edge_s / speed for speed in cores),
+        step_s=once_s / len(cores) / min(cores),
+    )
+
+
+def main(words: Sequence[str]) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.documents remap", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--link", type=float, default=1.0, help="Gbit/s of each node's link; 0: loopback")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of both at most")
+    parser.add_argument("--budget", type=float, default=45.0, help="seconds for all turns of a case")
+    parser.add_argument("--output", type=Path, default=FOLDER / "documents_remap.json", help="the result file")
+    options = parser.parse_args(words)
+    link = options.link * 1e9 or None
+    nodes = tuple(EmulatedNode(speeds=speeds, link_bit_per_s=link) for speeds in ((4.0, 3.0), (2.0, 1.0)))
+    console = Console(stderr=True)
+    with (
+        progress(console) as report,
+        emulate(EmulatedCluster(nodes=nodes, fastest_cores=ALL_CORES * 0.4)) as emulated,
+    ):
+        cases = emulated.run(measure, link, options.rounds, options.budget, on_report=report)[0]
+    for case in cases:
+        case["medians_s"] = {wish: median(seconds) for wish, seconds in case["seconds"].items()}
+        case["predicted_gain"] = case["predicted_s"][STAYS] / case["predicted_s"][MOVES]
+        case["gain"] = median(a / b for a, b in zip(case["seconds"][STAYS], case["seconds"][MOVES], strict=True))
+    result = {**header(" ".join(["python -m benchmarks.documents remap", *words])), "emulated": True, "cases": cases}
+    write(json.loads(json.dumps(result)), options.output)
+    Console(width=None if sys.stdout.isatty() else 160).print(cases[0]["text"], table_of(cases), sep="\n")
+    console.print(f"written to {options.output}")
+
+
+def table_of(cases: Sequence[dict[str, Any]]) -> Table:
+    """A row per case."""
+    table = Table(title="EMULATED: training steps whose tokens stay, and whose tokens move for the linear layers")
+    for column in (
+        "planner and ranks",
+        "stay, s",
+        "move, s",
+        "predicted gain",
+        "measured gain",
+        "chosen",
+        "held, moved",
+    ):
+        table.add_column(column)
+    for case in cases:
+        seconds = case["medians_s"]
+        table.add_row(
+            case["case"],
+            f"{seconds[STAYS]:.2f}",
+            f"{seconds[MOVES]:.2f}",
+            f"{case['predicted_gain']:.2f}x",
+            f"{case['gain']:.2f}x",
+            {STAYS: "stay", MOVES: "move"}[case["chosen"]],
+            ", ".join(map(str, case["held"][MOVES])),
+        )
+    return table
