@@ -101,7 +101,7 @@ def document_placer(section: PlacementSection, costs: UnitCosts) -> DocumentPlac
     if section.planner is not None:
         expect_places(section.planner, costs)
     limited = costs if section.max_tokens is None else costs.limited(section.max_tokens)
-    return DocumentPlacer(limited, section.min_cut_tokens, section.planner, section.remap)
+    return DocumentPlacer(limited, section.min_cut_tokens, section.planner, remap=section.remap)
 
 
 class CostRenewal:
