@@ -7,7 +7,6 @@ model is built: the same thing that ``torch.cuda.max_memory_allocated`` is on a 
 from __future__ import annotations
 
 import gc
-import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -201,7 +200,11 @@ def _in_4_bits(model: Any, *, bf16: bool) -> Any:
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_storage=dtype,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        kind = type(model)
-        return kind.from_pretrained(folder, quantization_config=quantization, device_map={"": "cpu"}, dtype=dtype)
+    return type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=model.state_dict(),
+        quantization_config=quantization,
+        device_map={"": "cpu"},
+        dtype=dtype,
+    )
