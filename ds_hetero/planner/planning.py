@@ -230,7 +230,8 @@ _WORTH = 0.95  # of the time: a smaller gain is not told
 _ROUNDS = 3  # of leaving out more
 _TRIED = 4  # sets of ranks in a round, the most promising ones
 _TRIED_OF_MANY, _MANY_RANKS = 1, 64
-_LOOK_BUDGET_S, _OVER_SEARCH = 0.03, 1.01  # of a first look, which is seldom slower than a whole search by more
+_SHORT_LOOK_S, _OVER_LOOK = 0.01, 1.4  # budget of a short look, and how many times as long as a look it seldom finds
+_LOOK_S, _OVER_SEARCH = 0.03, 1.01  # the same of a look against a whole search
 _MOST_NODES = 64  # each of which is left out, or kept, alone
 
 
@@ -284,7 +285,7 @@ def faster_with_fewer_ranks(cost: CostModel, planned: PlannedSchedule, layout: s
     left, best = tuple(range(cost.cluster.num_ranks)), planned
     for _ in range(_ROUNDS):
         limit_s = _WORTH * best.prediction.iteration_s
-        kept = _fastest_look(cost, _most_promising(cost, best, limit_s), _OVER_SEARCH * limit_s, layout)
+        kept = _fastest_look(cost, _most_promising(cost, best, limit_s), limit_s, layout)
         faster = _planned(cost, kept, layout)
         if faster is None or faster.prediction.iteration_s >= limit_s:
             break
@@ -336,14 +337,15 @@ def _most_promising(cost: CostModel, planned: PlannedSchedule, limit_s: float) -
 def _fastest_look(
     cost: CostModel, parts: Sequence[tuple[float, tuple[int, ...]]], limit_s: float, layout: str | None
 ) -> tuple[int, ...]:
-    """The ranks of `_most_promising` that are fastest at a first look; none where none take less than ``limit_s``."""
+    """The ranks of `_most_promising` that are fastest at a look; none where none may take less than ``limit_s``."""
     fastest_of: tuple[int, ...] = ()
+    limit_s *= _OVER_SEARCH
     for least_s, ranks in parts:
-        if least_s >= limit_s:
-            break
-        look_s = _first_look_s(_cost_of(cost, ranks), layout)
-        if look_s < limit_s:
-            fastest_of, limit_s = ranks, look_s
+        of_part = _cost_of(cost, ranks)
+        if least_s < limit_s and _look_s(of_part, layout, _SHORT_LOOK_S) < _OVER_LOOK * limit_s:
+            look_s = _look_s(of_part, layout, _LOOK_S)
+            if look_s < limit_s:
+                fastest_of, limit_s = ranks, look_s
     return fastest_of
 
 
@@ -373,10 +375,10 @@ def _standing_s(cost: CostModel) -> float:
     return cost.workload.micro_batches * of_micro_batch + once_s(outside)
 
 
-def _first_look_s(cost: CostModel, layout: str | None) -> float:
+def _look_s(cost: CostModel, layout: str | None, budget_s: float) -> float:
     """Time of a step by a short search; infinite where it finds nothing that fits."""
     problem, rank_of = make_problem(cost, layout=layout)
-    found = first_look(problem, EvaluationBudget(_LOOK_BUDGET_S))
+    found = first_look(problem, EvaluationBudget(budget_s))
     return np.inf if found is None else cost.predict(schedule_of(problem, found, rank_of)).iteration_s
 
 
