@@ -103,7 +103,8 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
     Both norms keep their input in fp32, the normalized tokens and their output; the projection of attention its
     input; a gated MLP gate, activated gate, up and their product, a plain one both sides of its activation. Attention
     keeps q, k, v, its output and its log-sum-exp; in a ring also the keys and values that visited last. A tiled MLP
-    keeps its input alone, which is its norm's output.
+    keeps its input alone, which is its norm's output. Beside frozen weights normalized tokens are for no gradient and
+    go; every adapter keeps its narrow tokens and its product's input, which has no other use there.
 
         ring_buffers       two visiting KV blocks, two fp32 dK/dV blocks, fp32 partial results
         exchange_buffers   packed q, k, v of the all-to-all, or what goes into a scan
@@ -111,15 +112,17 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
     element, hidden, head_dim = workload.element_bytes, model.hidden_size, model.head_dim
     tokens = share.tokens
     mlp = (model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size) / share.cut
-    norm, inner = (WIDE + 2 * element) * hidden, element * (4 if model.gated_mlp else 2) * mlp
+    adapted, products = element * workload.adapter_rank, (3 if model.gated_mlp else 2) * max(model.experts_per_token, 1)
+    norm = (WIDE + (1 if adapted else 2) * element) * hidden
+    inner = element * (4 if model.gated_mlp else 2) * mlp
     if workload.selective_checkpointing:  # norms and activations are computed again
         norm = element * hidden
     if workload.selective_checkpointing or workload.fused_kernels:
         inner = element * (2 if model.gated_mlp else 1) * mlp
-    of_mlp = norm + (0 if workload.tiled_mlp else inner)
+    of_mlp = norm + (0 if workload.tiled_mlp else inner + products * adapted)
     projected = element * model.num_heads / share.cut * head_dim if share.copied else 0.0
     exchanged = element * head_dim * (2 * share.rows + 2 * share.kv_rows + 2 * share.visited) + WIDE * share.rows
-    attention = tokens * (norm + of_mlp + projected) + exchanged
+    attention = tokens * (norm + of_mlp + projected + 4 * adapted) + exchanged
     kept, by_all = _joined(model, attention, tokens * (norm + of_mlp + _recurrent_bytes(model, element)))
     made = element * tokens * (2 * mlp + hidden)
     if workload.tiled_mlp:  # the inner activations of a tile, their gradients, and the gradient of the layer
