@@ -117,7 +117,7 @@ def test_ranks_of_a_node_with_two_links_send_over_one_each_and_past_both_inside_
     except EmulationError as error:
         pytest.skip(f"no network namespaces here: {error}")
     for of_rank in sent:
-        assert of_rank["inside"] == {"eth0": 0, "eth1": 0}
+        assert all(count < 0.1 * _BYTES for count in of_rank["inside"].values()), of_rank
         assert all(_BYTES < count < 1.1 * _BYTES for count in of_rank["between"].values()), of_rank
 
 
@@ -130,16 +130,15 @@ def _send_to_the_peers(lab):
     for name, peer in (("inside", lab.rank ^ 1), ("between", lab.rank ^ 2)):
         out, into = torch.ones(_BYTES, dtype=torch.uint8), torch.zeros(_BYTES, dtype=torch.uint8)
         dist.barrier()
-        time.sleep(0.5)  # acknowledgements of the barrier
         before = sent_by_interface()
+        dist.barrier()
         work = dist.isend(out, peer)
         dist.recv(into, peer)
         work.wait()
-        time.sleep(0.5)
+        dist.barrier()
         after = sent_by_interface()
         assert into.all()
         sent[name] = {device: after[device] - before[device] for device in after}
-        dist.barrier()
     return sent
 
 
