@@ -189,6 +189,7 @@ def _units_by_node(node: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 WORTH_PROXIES = 0.9  # three hops are more messages than one
+WORTH_OUTSIDERS_S = 1e-3  # of crossing, in a block: below it, messages of ranks that compute nothing for it cost more
 
 
 def routed_s_per_byte(inside_s: float, between_s: float, senders: int, receivers: int) -> float:
@@ -244,7 +245,7 @@ def crossing_of(ring: Pieces, costs: UnitCosts) -> Crossing:
     proxied = _proxied(list(by_node.values()))
     if slowest_s(proxied) + hop_s < WORTH_PROXIES * best_s:
         best, best_s = Crossing(proxied, True), slowest_s(proxied) + hop_s
-    outside = _outside(ring, by_node, costs)
+    outside = _outside(ring, by_node, costs) if best_s > WORTH_OUTSIDERS_S else {}
     if outside:
         everyone = [sorted([*by_node[node], *((unit, 0) for unit in outside[node])]) for node in by_node]
         proxied = _proxied(everyone)
