@@ -1,14 +1,18 @@
-"""A batch of several documents that nobody asked to place: what placing them would save is said once."""
+"""Batches of several documents that nobody asked to place: when they are, and that what would be saved is said once."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ds_hetero.cluster import cluster_from_dict
+from ds_hetero.cluster.catalogue import UNMEASURED_ERROR
 from ds_hetero.cost import Workload
 from ds_hetero.decision.decide import forecast
-from ds_hetero.job.documents import DocumentAdvice
+from ds_hetero.job.documents import DocumentAdvice, agree_on_placer
+from ds_hetero.job.start import World
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.documents.summary import documents_of, report_documents
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, batch_layout
@@ -85,3 +89,30 @@ def test_it_is_silent_where_little_would_be_saved(capsys):
     advice = DocumentAdvice(HeterogeneitySection(), [FORECAST])
     advice.record_batch(stream(LENGTH - 16, 16))
     assert not capsys.readouterr().err
+
+
+# --- what a job gets that says nothing of its placement -----------------------------------------------
+
+
+def start_of(section, forecasts=(FORECAST,)):
+    """As much of a job's start as decides about documents."""
+    return SimpleNamespace(section=HeterogeneitySection.model_validate(section), forecasts=forecasts)
+
+
+def test_documents_are_placed_by_default_with_the_error_of_the_devices_and_memory_to_spare():
+    """Nobody has measured the devices: a gain has to be 45 %, and units get 55 % of the tokens that fit."""
+    placer = agree_on_placer(World(0, 1), start_of({}), 0)
+    asked = agree_on_placer(World(0, 1), start_of({"placement": "documents"}), 0)
+    assert placer.least_gain == FORECAST.prediction.error == UNMEASURED_ERROR
+    assert asked.least_gain is None
+    assert placer.costs.most_tokens == tuple(int(most * 0.55) for most in asked.costs.most_tokens)
+    assert placer.costs.step_s == asked.costs.step_s > 0
+
+
+@pytest.mark.parametrize(
+    ("section", "forecasts"),
+    [({}, ()), ({"replan": {"enabled": True}}, (FORECAST,))],
+    ids=["devices are not known", "the schedule may change"],
+)
+def test_batches_are_cut_by_their_length_by_default_where(section, forecasts):
+    assert agree_on_placer(World(0, 1), start_of(section, forecasts), 0) is None
