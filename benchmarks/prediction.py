@@ -45,7 +45,7 @@ from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.schedule import Group, Schedule
 
 _HEADS, _KV_HEADS, _HEAD_DIM, _LAYERS, _VOCABULARY = 8, 4, 64, 2, 512
-_MODEL = {
+MODEL = {
     "model_type": "llama",
     "hidden_size": _HEADS * _HEAD_DIM,
     "intermediate_size": 1408,
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         )
         described = network.describe()
     cluster = results[0][0]
-    cost = make_cost_model("calibrated", cluster_from_dict(cluster), load_model(_MODEL), workload(options.tokens))
+    cost = make_cost_model("calibrated", cluster_from_dict(cluster), load_model(MODEL), workload(options.tokens))
     rows = []
     for name, schedule in (schedules | {_PLAN: planned(cluster, options.tokens)}).items():
         turns = [_turn(of_ranks) for of_ranks in zip(*(result[1][name] for result in results), strict=True)]
@@ -193,7 +193,7 @@ def workload(tokens: int) -> Workload:
 
 def planned(cluster: dict[str, Any], tokens: int) -> Schedule:
     """The planner's schedule on a measured cluster; the same on every rank and here."""
-    return plan(cluster_from_dict(cluster), load_model(_MODEL), workload(tokens)).schedule
+    return plan(cluster_from_dict(cluster), load_model(MODEL), workload(tokens)).schedule
 
 
 def candidates(cores: Sequence[float]) -> dict[str, Schedule]:
@@ -273,18 +273,38 @@ def measure(
 
 def _speed() -> float:
     """Rate of a product on all ranks at once: how fast this machine is just now, whatever its neighbours do."""
-    import torch
     import torch.distributed as dist
 
-    from ds_hetero.profiler.device_probes import Timer, matmul_probe
+    from benchmarks.lab.planning import product_rate
 
     dist.barrier()
-    return matmul_probe(Timer(torch.device("cpu"), 0.5), torch.float32)
+    return product_rate(0.5)
 
 
 def _train(rank: int, schedule: dict[str, Any], tokens: int, num_steps: int) -> dict[str, Any]:
     import os
 
+    import torch
+    import torch.distributed as dist
+
+    run_step, undo = step_of(rank, schedule, tokens)
+    seconds = []
+    for step in range(num_steps + 1):
+        if step == 1:
+            busy_s, own_s, start_s = machine_busy_s(), cpu_s_of([os.getpid()]), time.perf_counter()
+        dist.barrier()
+        begin = time.perf_counter()
+        run_step()
+        seconds.append(time.perf_counter() - begin)
+    ours = torch.tensor([cpu_s_of([os.getpid()]) - own_s])
+    dist.all_reduce(ours)
+    others = (machine_busy_s() - busy_s - ours.item()) / (time.perf_counter() - start_s)
+    undo()
+    return {"seconds": seconds[1:], "others_cores": others}
+
+
+def step_of(rank: int, schedule: dict[str, Any], tokens: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return a training step under a schedule, and what takes the engine's patches back. Caller: every rank."""
     import deepspeed
     import torch
     import torch.distributed as dist
@@ -295,7 +315,7 @@ def _train(rank: int, schedule: dict[str, Any], tokens: int, num_steps: int) -> 
     deepspeed.init_distributed("gloo", verbose=False)
     handle = ds_hetero.register()
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**_MODEL, max_position_embeddings=tokens, use_cache=False))
+    model = LlamaForCausalLM(LlamaConfig(**MODEL, max_position_embeddings=tokens, use_cache=False))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 1},
@@ -312,21 +332,13 @@ def _train(rank: int, schedule: dict[str, Any], tokens: int, num_steps: int) -> 
         "position_ids": torch.tensor([positions]),
         "shift_labels": labels[:, positions],
     }
-    seconds = []
-    for step in range(num_steps + 1):
-        if step == 1:
-            busy_s, own_s, start_s = machine_busy_s(), cpu_s_of([os.getpid()]), time.perf_counter()
-        dist.barrier()
-        begin = time.perf_counter()
+
+    def step() -> None:
         outputs = engine(input_ids=shard["input_ids"], position_ids=shard["position_ids"])
         engine.backward(handle.loss(outputs, shard))
         engine.step()
-        seconds.append(time.perf_counter() - begin)
-    ours = torch.tensor([cpu_s_of([os.getpid()]) - own_s])
-    dist.all_reduce(ours)
-    others = (machine_busy_s() - busy_s - ours.item()) / (time.perf_counter() - start_s)
-    handle.undo()
-    return {"seconds": seconds[1:], "others_cores": others}
+
+    return step, handle.undo
 
 
 # --- for people -------------------------------------------------------------------------------------

@@ -322,7 +322,7 @@ def _recorded(
     folder: str,
 ) -> Any:
     """What ``body`` returns; everything that the rank posted is left in a file, also if it fails."""
-    from tests.nccl_rules.recorder import recording
+    from benchmarks.proof.recording import recording
 
     with recording() as events:
         try:

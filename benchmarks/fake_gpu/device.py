@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -65,6 +65,7 @@ def _answers() -> Iterator[None]:
         (nn.Module, "_apply", _apply_unless_same(nn.Module._apply)),
         (Tensor, "data_ptr", lambda tensor: 0),  # of an allocator that aligns what it hands out
         (collectives, "start_watch", lambda *args: None),  # of peers, which are not there
+        (dist, "batch_isend_irecv", _post_each),
         *((module, "timeout_of_job", lambda: datetime.timedelta(minutes=30)) for module in (collectives, replica)),
         *((module, "message_device", lambda *args: where) for module in (collectives, batch_layout, local_batch)),
     ]
@@ -89,6 +90,15 @@ def _operators(where: torch.device, dtype: torch.dtype, head_dim: int, softcap: 
         return torch_native._CPU
     has_flash = softcap is None and dtype in (torch.float16, torch.bfloat16) and not head_dim % 8 and head_dim <= 256
     return torch_native._FLASH if has_flash else torch_native._PLAIN
+
+
+def _post_each(operations: Sequence[dist.P2POp]) -> list[Any]:
+    """Messages one by one, where torch would ask which backend the device has."""
+    peers = ("group_dst" if each.op is dist.isend else "group_src" for each in operations)
+    return [
+        each.op(each.tensor, group=each.group, tag=each.tag, **{peer: each.group_peer})
+        for each, peer in zip(operations, peers, strict=True)
+    ]
 
 
 def _apply_unless_same(apply: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.fake_gpu.step import Job
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.common.reading import config_dir
-from ds_hetero.cost import make_cost_model
+from ds_hetero.cost import CostModel, make_cost_model
 from ds_hetero.cost.workload import Buffers, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model, model_from_config
@@ -64,11 +64,14 @@ class Setting:
         """Planned; in proportion to the ranks' speed where nothing fits into memory."""
         return _schedule(self)
 
+    def cost_model(self, layers: int | None = None) -> CostModel:
+        """The calibrated cost model, of all layers or the first of them."""
+        model = model_from_config(config_of(self.model, layers, self.length), self.model)
+        return make_cost_model("calibrated", load_cluster(self.cluster), model, self.workload)
+
     def fit_bytes(self, rank: int, layers: int | None = None) -> float:
         """Bytes that ``ds-hetero fit`` says of a rank's peak, without what the card's driver keeps for itself."""
-        model = model_from_config(config_of(self.model, layers, self.length), self.model)
-        cost = make_cost_model("calibrated", load_cluster(self.cluster), model, self.workload)
-        stack = stacks(cost, self.schedule())[rank]
+        stack = stacks(self.cost_model(layers), self.schedule())[rank]
         return stack.total - stack.reserve
 
     def job(self, layers: int | None = None) -> Job:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.fake_gpu.device import device, rank_of
-from benchmarks.fake_gpu.recorder import Operation, Recorder
+from benchmarks.fake_gpu.recorder import Recorder
 from benchmarks.fake_gpu.step import DTYPE, the_mode
+from ds_hetero.cost.played import Operation
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
@@ -48,7 +49,7 @@ def _run(attend: _Attend, tokens: int, recorder: Recorder) -> list[Operation]:
 
     q, k, v = made(HEADS), made(KV_HEADS), made(KV_HEADS)
     dout = torch.empty(1, tokens, HEADS * HEAD_DIM, device=device(), dtype=DTYPE)
-    recorder.record.operations.clear()
+    recorder.record.events.clear()
     attend(q, k, v).backward(dout)
     return recorder.record.operations
 

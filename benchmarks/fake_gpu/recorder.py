@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -36,6 +36,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from benchmarks.fake_gpu.device import DEVICE_TYPE
 from ds_hetero.batch.tiles import Band
+from ds_hetero.cost import played
+from ds_hetero.cost.played import ATTENTION, CAUSAL, MEMORY, PRODUCT, Operation
 from ds_hetero.runtime.step_clock import Clock
 
 _aten = torch.ops.aten
@@ -44,32 +46,31 @@ _MOST_SHADOWED, _MOST_FLOATS = 1 << 21, 64
 _READS_NUMBER = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
 _SHAPE_FROM_NUMBERS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 _NO_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "lift_fresh", "detach"}
+_GATHERS = {"gather", "embedding", "index", "index_select"}  # read as much of their table as they return
+_SCATTERS = {
+    "scatter_add_",
+    "scatter_",
+    "index_put_",
+    "index_add_",
+}  # change as much of their first tensor as they take
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _OWN_FILES = ("/benchmarks/fake_gpu/", "/torch/", "/contextlib.py")
 
+
+MESSAGE = "message"  # kind of the operation that posts one
 
 # Operations a pair and element of a head, and the place of the queries among the arguments.
 _FLASH = {"_flash_attention_forward": (4, 0), "_flash_attention_backward": (10, 1)}
 
 
-class Operation(NamedTuple):
-    """One launch.
+class Work(NamedTuple):
+    """What an operation computes; see `ds_hetero.cost.played.Operation`."""
 
-    Args:
-        name: of the operator.
-        flops: of matrix products and attention; else 0.
-        bytes: read and written.
-        cause: innermost phase or module.
-        layer: decoder layer; None outside of them.
-        backward: in the backward, recomputation included.
-    """
-
-    name: str
-    flops: int
-    bytes: int
-    cause: str
-    layer: int | None
-    backward: bool
+    kind: str = MEMORY
+    flops: int = 0
+    rows: int = 0
+    keys: int = 0
+    head_dim: int = 0
 
 
 class Sync(NamedTuple):
@@ -93,7 +94,8 @@ class Record:
     """What one rank did.
 
     Attributes:
-        operations: launches, in their order.
+        events: launches, messages among them, and waits of the host, in their order; what `benchmarks.proof.recording`
+            adds where it records too.
         syncs: waits of the host.
         mixtures: operators that were given tensors of several devices.
         held: bytes on the device now, by cause.
@@ -104,7 +106,7 @@ class Record:
         allocated: bytes that were handed out, by cause.
     """
 
-    operations: list[Operation] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
     syncs: list[Sync] = field(default_factory=list)
     mixtures: list[str] = field(default_factory=list)
     held: Counter[str] = field(default_factory=Counter)
@@ -113,6 +115,11 @@ class Record:
     peak: int = 0
     at_peak: dict[str, int] = field(default_factory=dict)
     allocated: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Launches, in their order."""
+        return [event for event in self.events if isinstance(event, Operation)]
 
 
 class Recorder(TorchDispatchMode):
@@ -160,7 +167,7 @@ class Recorder(TorchDispatchMode):
     def begin_step(self) -> None:
         """Forget what was done so far, but not what is held."""
         record = self.record
-        record.operations.clear()
+        record.events.clear()
         record.syncs.clear()
         record.allocated.clear()
         record.peak, record.at_peak, record.resting = record.total, dict(record.held), record.total
@@ -240,7 +247,7 @@ class Recorder(TorchDispatchMode):
         self._note_sync(name, unless=is_quick or not source.numel())
         dtype = kwargs.get("dtype") or source.dtype
         made = torch.empty(source.shape, dtype=dtype, device=kwargs["device"])
-        self._after(name, (source,), made, 0)
+        self._after(name, (source,), made, Work())
         with unset_fake_temporarily():
             if source.numel() <= (_MOST_FLOATS if dtype.is_floating_point else _MOST_SHADOWED):
                 self._shadows[made] = source.detach().to(dtype)
@@ -274,7 +281,8 @@ class Recorder(TorchDispatchMode):
                 if "device" in str(error).lower():
                     self.record.mixtures.append(f"{name} at {_place()}: {str(error)[:200]}")
                 raise
-        self._after(name, tensors, made, self._flops(func, name, args, kwargs, made), func)
+        flops = self._flops(func, name, args, kwargs, made)
+        self._after(name, tensors, made, work_of(name, flops, tensors, args), func)
         self._keep_shadows(name, made, shadows, tensors, func)
         return made
 
@@ -352,22 +360,19 @@ class Recorder(TorchDispatchMode):
         else:
             shadow.copy_(numbers.view(shadow.shape))
 
-    def _after(self, name: str, inputs: Any, made: Any, flops: int, func: Any = None) -> None:
+    def _after(self, name: str, inputs: Any, made: Any, work: Work, func: Any = None) -> None:
         """Count a launch, and what it has made."""
         outputs = [x for x in tree_flatten(made)[0] if isinstance(x, FakeTensor)]
-        of_inputs = {x.untyped_storage()._cdata for x in inputs if isinstance(x, FakeTensor)}
-        is_new = False
+        of_inputs = _storages(inputs)
         for x in outputs:
-            if x.untyped_storage()._cdata not in of_inputs:
-                is_new = True
-                if x.fake_device.type == DEVICE_TYPE:
-                    self._hold(x, None)
-        is_view = func is not None and not is_new and not func._schema.is_mutable
+            if x.untyped_storage()._cdata not in of_inputs and x.fake_device.type == DEVICE_TYPE:
+                self._hold(x, None)
         is_message = func is not None and func.namespace == "c10d"
-        if not is_message and (is_view or name in _NO_LAUNCH or not any(x.numel() for x in outputs)):
+        if not is_message and not is_launched(func, name, inputs, outputs):
             return
-        moved = sum(_bytes(x) for x in (*inputs, *outputs) if isinstance(x, Tensor))
-        self.record.operations.append(Operation(name, flops, moved, self.cause, self.layer, self.backward))
+        moved = moved_bytes(name, [x for x in inputs if isinstance(x, Tensor)], outputs)
+        work = work._replace(kind=MESSAGE) if is_message else work
+        self.record.events.append(Operation(name, self.cause, self.backward, work.kind, work.flops, moved, *work[2:]))
 
     def _hold(self, tensor: Tensor, cause: str | None) -> None:
         storage = tensor.untyped_storage()
@@ -400,6 +405,7 @@ class Recorder(TorchDispatchMode):
         if not unless:
             phase = "step" if self.in_step else "backward" if self.backward else "forward"
             self.record.syncs.append(Sync(name, _place(), self.layer, phase))
+            self.record.events.append(played.Sync())
 
 
 class RecordingClock(Clock):
@@ -411,6 +417,51 @@ class RecordingClock(Clock):
     def phase(self, kind: str, name: str) -> AbstractContextManager[object]:
         """See `Clock`."""
         return self._recorder.inside(name)
+
+
+def is_launched(func: Any, name: str, inputs: Sequence[Any], outputs: Sequence[Tensor]) -> bool:
+    """Whether an operator computes anything: a view does not, nor what makes a tensor without numbers.
+
+    Args:
+        func: the operator; None for a copy from the host.
+        name: of the operator.
+        inputs: its tensors, and other arguments.
+        outputs: what it returns.
+    """
+    if name in _NO_LAUNCH or not any(x.numel() for x in outputs):
+        return False
+    given = _storages(inputs)
+    is_new = any(x.untyped_storage()._cdata not in given for x in outputs)
+    return func is None or is_new or bool(func._schema.is_mutable)
+
+
+def _storages(values: Sequence[Any]) -> set[int]:
+    return {x.untyped_storage()._cdata for x in values if isinstance(x, Tensor)}
+
+
+def moved_bytes(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Bytes that an operator reads and writes: all of its tensors, but of tables what it looks up or changes."""
+    if name in _GATHERS:
+        return 2 * sum(map(_bytes, outputs)) + sum(map(_bytes, inputs[1:]))
+    if name in _SCATTERS:
+        taken = sum(map(_bytes, inputs[1:]))
+        return 2 * taken
+    return sum(map(_bytes, (*inputs, *outputs)))
+
+
+def work_of(name: str, flops: int, tensors: Sequence[Tensor], args: Any) -> Work:
+    """Work of an operator, by its name, operations and tensors."""
+    if not flops:
+        return Work()
+    if name in _FLASH:
+        per_pair, first = _FLASH[name]
+        q, k = args[first], args[first + 1]
+        rows, keys, head_dim = q.numel() // q.shape[-1], k.numel() // (k.shape[-1] * k.shape[-2]), q.shape[-1]
+        queries = rows // q.shape[-2]
+        pairs = flops // (per_pair * head_dim * q.shape[-2])
+        return Work(CAUSAL if 4 * pairs < 3 * queries * keys else ATTENTION, flops, rows, keys, head_dim)
+    sizes = [size for x in tensors[-2:] for size in x.shape[-2:]]
+    return Work(PRODUCT, flops, min(sizes, default=1))
 
 
 def _visible_pairs(queries: int, keys: int, left: int | None, right: int | None) -> int:

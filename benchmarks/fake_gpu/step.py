@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.fake_gpu.device import DEVICE_TYPE, device, fake_mode, rank_of
 from benchmarks.fake_gpu.recorder import Record, Recorder, RecordingClock
+from benchmarks.proof.recording import recording
 from ds_hetero.runtime.attention.local_batch import LocalBatch
 from ds_hetero.runtime.data.shards import PlacedBatch, model_inputs, place, read_batch
 from ds_hetero.values.placement import stream_placement
@@ -66,8 +67,13 @@ def the_mode() -> FakeTensorMode:
     return fake_mode()
 
 
-def run_step(job: Job, rank: int) -> Record:
+def run_step(job: Job, rank: int, messages: bool = False) -> Record:
     """Train two or three optimizer steps on one rank and record the last; once in a process, whose rank it then is.
+
+    Args:
+        job: what is trained.
+        rank: whose step it is.
+        messages: record what it posts and waits for too, with the ranks that take part.
 
     Raises:
         RuntimeError: an operator was given tensors of several devices; the record has it too.
@@ -75,7 +81,8 @@ def run_step(job: Job, rank: int) -> Record:
     use_device()
     with rank_of(rank, job.world_size), _alone():
         recorder = Recorder(the_mode())
-        with the_mode(), recorder:
+        posted = recording(recorder.record.events) if messages else contextlib.nullcontext()
+        with the_mode(), recorder, posted:
             _train(job, rank, recorder)
     return recorder.record
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -37,14 +38,30 @@ def profile_ranks(lab: RankLab, window_s: float = 0.1) -> Cluster:
         lab: of this rank.
         window_s: seconds per timing.
     """
+    return profile_machine(lab, window_s)[0]
+
+
+def profile_machine(lab: RankLab, window_s: float) -> tuple[Cluster, float]:
+    """The same, and the products a second that a rank computed meanwhile, see `product_rate`. Caller: every rank."""
     from ds_hetero.profiler.kernel_probe import profile_ranks
 
     count = dist.get_world_size()
     lab.change_speed(min(max(lab.cluster.cores), _MOST_CORES / count))
     dist.barrier()
-    cluster = cluster_from_dict(profile_ranks(window_s=window_s, show_progress=False))
+    content = profile_ranks(window_s=window_s, show_progress=False)
     lab.set_speeds(lab.cluster.cores)
-    return cluster
+    rates = [rate for of_rank in content["profile"]["samples"] for rate in of_rank["repeats"]]
+    return cluster_from_dict(content), median(rates)
+
+
+def product_rate(window_s: float) -> float:
+    """Operations per second of this rank in the product that profiles repeat: how fast the machine is just now.
+
+    Caller: every rank, at the same moment.
+    """
+    from ds_hetero.profiler.device_probes import Timer, matmul_probe
+
+    return matmul_probe(Timer(torch.device("cpu"), window_s), torch.float32)
 
 
 def scaled(profiled: Cluster, speeds: Sequence[float]) -> Cluster:

@@ -9,6 +9,7 @@ from benchmarks.lab.planning import model_of
 from benchmarks.measure.contenders import Shape
 from benchmarks.prediction import workload
 from ds_hetero.cluster import Cluster
+from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import PlanError
@@ -134,6 +135,16 @@ def equal_stages(cluster: Cluster, task: Task) -> Candidate:
     if candidate is None:
         raise PlanError("equal stages do not fit into memory.")
     return _candidate(EQUAL, to_plan(costs, finish(costs, candidate)))
+
+
+def predicted_s(cluster: Cluster, task: Task, plan: Plan) -> float:
+    """Seconds of a step of a plan on a cluster, which need not be the one that it was made for."""
+    work = workload(task.tokens)
+    if plan.is_replicas:
+        cost = make_cost_model("calibrated", cluster, model_of(task.shape), replace(work, micro_batches=task.samples))
+        return cost.predict(plan.schedules[0]).iteration_s
+    costs = CalibratedStageCosts(cluster, model_of(task.shape), work)
+    return judge_plan(costs, plan, costs.time_objective()).step_s
 
 
 def _candidate(name: str, plan: Plan) -> Candidate:

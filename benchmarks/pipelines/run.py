@@ -5,20 +5,22 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from statistics import mean, median
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.emulation.emulator import RankLab
-from benchmarks.lab.planning import profile_ranks, scaled
+from benchmarks.lab.planning import product_rate, profile_machine, scaled
 from benchmarks.measure.turns import take_turns
-from benchmarks.pipelines.plans import Candidate, Task, equal_stages
+from benchmarks.pipelines.plans import Candidate, Task, equal_stages, predicted_s
 from ds_hetero.cluster import Cluster
 
-STOCK = "deepspeed"
+STOCK, MACHINE = "deepspeed", "machine"  # what has turns beside the plans
 _WARM_UPS = 2
 _WINDOW_S = 0.3  # of a timing of the profile: the scheduler gives a rank its share every 10 ms
+_SPEED_S = 0.5  # of a look at how fast the machine is
 T = TypeVar("T")
 
 
@@ -43,18 +45,25 @@ class Contest:
 
 def measure_plans(lab: RankLab, contest: Contest) -> dict[str, Any]:
     """Steps of ours, of its rivals and of other plans, by turns; the same on every rank."""
-    cluster = cluster_of(lab)
+    profile = _profile(lab)
+    cluster = _at_asked_speeds(lab, profile)
     chosen = of_rank_0(lambda: contest.choose(cluster, contest.task, contest.plans))
-    return _by_turns(lab, contest, [*chosen])
+    return _by_turns(lab, contest, [*chosen], profile)
 
 
 def measure_equal(lab: RankLab, contest: Contest) -> dict[str, Any]:
     """Steps of equal stages under this engine and under DeepSpeed's, by turns."""
-    cluster = cluster_of(lab)
-    return _by_turns(lab, contest, of_rank_0(lambda: [equal_stages(cluster, contest.task)]))
+    profile = _profile(lab)
+    cluster = _at_asked_speeds(lab, profile)
+    return _by_turns(lab, contest, of_rank_0(lambda: [equal_stages(cluster, contest.task)]), profile)
 
 
-def _by_turns(lab: RankLab, contest: Contest, chosen: list[Candidate]) -> dict[str, Any]:
+def _by_turns(lab: RankLab, contest: Contest, chosen: list[Candidate], profile: Profile) -> dict[str, Any]:
+    """Steps by turns, and among them looks at how fast the ranks are.
+
+    Plans are chosen before, at the speeds that were asked for. What a plan is predicted to take is said again for the
+    speeds that ranks had in the turns: a machine may be faster or slower then than while it was profiled.
+    """
     from benchmarks.pipelines.contenders import step_of, stock_step
 
     lab.report(0.1, "making engines")
@@ -67,14 +76,26 @@ def _by_turns(lab: RankLab, contest: Contest, chosen: list[Candidate]) -> dict[s
         losses[name] = [step() for _ in range(_WARM_UPS)]
     gc.collect()
     lab.report(0.5, "by turns")
-    turns = take_turns(steps, contest.rounds, contest.budget_s, lab.own_pids)
+    rates: list[float] = []
+    looks = {MACHINE: lambda: rates.append(product_rate(_SPEED_S))}
+    turns = take_turns({**looks, **steps}, contest.rounds, contest.budget_s, lab.own_pids)
+    del turns.seconds[MACHINE]
+    speeds = _speeds(lab, median(rates) / profile[1])
+    meanwhile = of_rank_0(
+        lambda: {each.name: predicted_s(scaled(profile[0], speeds), contest.task, each.plan) for each in chosen}
+    )
     return {
         **lab.to_dict(),
         "text": lab.describe(),
         "task": asdict(contest.task),
         "losses": losses,
+        "speeds_meanwhile": speeds,
         "plans": {
-            candidate.name: {"predicted_s": candidate.predicted_s, "plan": candidate.plan.to_dict()}
+            candidate.name: {
+                "chosen_at_s": candidate.predicted_s,
+                "predicted_s": meanwhile[candidate.name],
+                "plan": candidate.plan.to_dict(),
+            }
             for candidate in chosen
         },
         **asdict(turns),
@@ -82,11 +103,32 @@ def _by_turns(lab: RankLab, contest: Contest, chosen: list[Candidate]) -> dict[s
 
 
 def cluster_of(lab: RankLab) -> Cluster:
-    """What the planner may know: ranks profiled at equal speed, and scaled to their own."""
+    """What the planner may know: ranks profiled at equal speed, and scaled to their own. Caller: every rank."""
+    return _at_asked_speeds(lab, _profile(lab))
+
+
+Profile = tuple[Cluster, float]
+"""Ranks profiled at equal speed, and the rate of their products meanwhile."""
+
+
+def _profile(lab: RankLab) -> Profile:
     lab.report(0, "profiling")
-    profiled = profile_ranks(lab, _WINDOW_S)
+    return profile_machine(lab, _WINDOW_S)
+
+
+def _at_asked_speeds(lab: RankLab, profile: Profile) -> Cluster:
     profile_cores = min(max(lab.cluster.cores), 1.2 / dist.get_world_size())
-    return of_rank_0(lambda: scaled(profiled, [cores / profile_cores for cores in lab.cluster.cores]))
+    return of_rank_0(lambda: scaled(profile[0], [cores / profile_cores for cores in lab.cluster.cores]))
+
+
+def _speeds(lab: RankLab, own: float) -> list[float]:
+    """Speeds of all ranks over that of the profile, alike where like ones were asked for. Caller: every rank."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, own)
+    alike = {
+        cores: [s for s, c in zip(by_rank, lab.cluster.cores, strict=True) if c == cores] for cores in lab.cluster.cores
+    }
+    return [mean(alike[cores]) for cores in lab.cluster.cores]
 
 
 def of_rank_0(make: Callable[[], T]) -> T:

@@ -22,6 +22,7 @@ def summarize(found: Mapping[str, Any]) -> dict[str, Any]:
     medians = {name: median(seconds) for name, seconds in found["seconds"].items()}
     predicted = {name: plan["predicted_s"] for name, plan in found["plans"].items()}
     errors = {name: predicted[name] / medians[name] - 1 for name in predicted}
+    drift = [plan["predicted_s"] / plan["chosen_at_s"] - 1 for plan in found["plans"].values() if "chosen_at_s" in plan]
     pairs = [
         (a, b)
         for a, b in combinations(predicted, 2)
@@ -32,6 +33,7 @@ def summarize(found: Mapping[str, Any]) -> dict[str, Any]:
         "medians": medians,
         "errors": errors,
         "median_error": median(map(abs, errors.values())),
+        "drift": median(drift) if drift else None,
         "pairs": len(pairs),
         "pairs_in_order": len(right),
         "wrong_pairs": [pair for pair in pairs if pair not in right],
@@ -113,6 +115,8 @@ def _times(case: Mapping[str, Any]) -> Table:
 
 
 def _title(case: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    drift = summary.get("drift")
+    slower = "" if drift is None else f"; the machine's speed since the profile moved predictions by {drift:+.1%}"
     busy = f"; others used {case['foreign_cores']:.1f} cores" if case["foreign_cores"] > BUSY_CORES else ""
     rounds = len(next(iter(case["seconds"].values())))
     text = (
@@ -123,4 +127,4 @@ def _title(case: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         text += f", {summary['over_best_grid']:.2f} x the best uniform grid, {summary['over_stock']:.2f} x DeepSpeed's"
     if "stock_over_equal" in summary:
         text += f", {summary['stock_over_equal']:.3f} x DeepSpeed's"
-    return text + busy
+    return text + slower + busy

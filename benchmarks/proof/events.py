@@ -43,6 +43,7 @@ class Call:
         splits: (elements sent to each rank, elements received from each rank) of an uneven all-to-all.
         messages: posted together.
         site: file and line of the code that made the call.
+        ranks: of the job, in the group's order; empty where the call was made from tables.
     """
 
     work: int
@@ -54,6 +55,7 @@ class Call:
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None
     messages: tuple[Message, ...]
     site: str
+    ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         what = f"{self.name}{self.shape}" if self.name else "; ".join(map(str, self.messages))

@@ -37,7 +37,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
+class Process:
     """A rank in the trace."""
 
     pid: int  # its number
@@ -87,7 +87,7 @@ def _predicted_replica(cost: CostModel, schedule: Schedule, first_rank: int) -> 
     num_bars = sum(map(len, blocks)) + len(transfers)
     detailed = layers if num_bars * layers * work.micro_batches <= MAX_EVENTS else 1
     for rank in schedule.ranks:
-        process = _Process(first_rank + rank, _rank_name(cost, first_rank, rank), 2 * (first_rank + rank))
+        process = Process(first_rank + rank, _rank_name(cost, first_rank, rank), 2 * (first_rank + rank))
         yield from process.metadata(("compute", "network"))
         block = blocks[rank] if blocks else [("model", 0.0, block_s)]
         parts = {"forward": _cut(block, 0.0, split_s), "backward": _cut(block, split_s, block_s)}
@@ -125,7 +125,7 @@ def _predicted_pipelines(described: DescribedPlan) -> Iterator[JsonDict]:
         for stage, bars in zip(pipeline.stages, rows, strict=True):
             for rank in stage.ranks:
                 text = f"predicted: rank {rank} ({costs.cluster.devices[rank].name}), pipeline {number}"
-                process = _Process(rank, text, 2 * rank)
+                process = Process(rank, text, 2 * rank)
                 yield from process.metadata(("compute",))
                 for kind, start_s, stop_s in bars:
                     name = "wait" if kind == "wait" else kind
@@ -138,7 +138,7 @@ def _predicted_pipelines(described: DescribedPlan) -> Iterator[JsonDict]:
 def _measured(run: RunFile) -> Iterator[JsonDict]:
     for rank, ranges in enumerate(run.trace):
         device = run.ranks[rank].device
-        process = _Process(len(run.ranks) + rank, f"measured: rank {rank} ({device})", 2 * rank + 1)
+        process = Process(len(run.ranks) + rank, f"measured: rank {rank} ({device})", 2 * rank + 1)
         yield from process.metadata(("compute",))
         for name, start_s, stop_s in _nested(ranges):
             yield process.span(COMPUTE, name, start_s, stop_s, step=run.traced_step)

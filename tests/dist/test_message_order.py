@@ -28,6 +28,7 @@ from benchmarks.proof.messages import (
     communicator_of,
     pipeline_step,
 )
+from benchmarks.proof.recording import recording
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.gradient_sync.transfers import BucketTransfer
 from ds_hetero.runtime import replica as replica_module
@@ -42,7 +43,6 @@ from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Plan, Stage
 from ds_hetero.values.plans.timetable import held_intervals
 from tests.dist.attention.cases import Case, case_by_heads, moved_case, random_case, routed_case
-from tests.nccl_rules.recorder import recording
 from tests.support import run_ranks
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.proof.events import Call, Event, Message, Wait
 from benchmarks.proof.order import violations
-from tests.nccl_rules.recorder import recording
+from benchmarks.proof.recording import recording
 from tests.support import run_ranks
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from benchmarks.proof.chance import random_plan, random_schedule
 from benchmarks.proof.events import Call
 from benchmarks.proof.order import violations
+from benchmarks.proof.recording import recording
 from ds_hetero.errors import BatchError, SyncError
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.runtime.pipeline.batches import SameBatches
@@ -22,7 +23,6 @@ from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
 from ds_hetero.runtime.replica import ProcessGroups
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 from ds_hetero.values.plans.timetable import held_intervals
-from tests.nccl_rules.recorder import recording
 from tests.support import run_ranks
 
 WIDTH, WORDS, LAYERS = 6, 11, 5

@@ -28,3 +28,36 @@ def test_a_step_waits_once_and_launches_about_as_much_as_stock_ulysses():
         assert row["peak_bytes"] > row["resting_bytes"] > 0
     assert all(row["ratio"] <= 1.3 for row in result["launches"])
     assert run.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_recorded_step_is_played_on_its_cluster_and_on_a_faster_one(tmp_path):
+    """Products of two layers and the head of both ranks are those that the model's parameters ask for."""
+    from ds_hetero.cluster.files import load_cluster
+    from ds_hetero.cost.played import ATTENTION, PRODUCT, WAIT, Operation, PostedCall, play
+    from ds_hetero.models import load_model
+    from ds_hetero.reporting.recorded_step import read_recorded_step
+
+    file, cluster, length = tmp_path / "step.json", "workstation-4090-3090", 8192
+    words = ["record", str(file), "--model", "llama-3.2-1b", "--cluster", cluster, "--length", str(length)]
+    words += ["--layers", "2", "--zero-stage", "1"]
+    subprocess.run([sys.executable, "-m", "benchmarks.fake_gpu.played", *words], check=True, cwd=ROOT, timeout=600)
+    record = read_recorded_step(file)
+
+    model = load_model("llama-3.2-1b")
+    weights = 2 * (model.attention_parameters + model.mlp_parameters)
+    products = 6 * length * (weights + model.vocab_size * model.hidden_size)
+    again = (
+        2 * length * (2 * weights + model.vocab_size * model.hidden_size)
+    )  # most of a layer, of an MLP's tile, of logits
+    flops = sum(e.flops for of_rank in record.events for e in of_rank if isinstance(e, Operation) and e.kind == PRODUCT)
+    assert products < flops <= products + again
+
+    sent = [[e.sent_bytes for e in of_rank if isinstance(e, PostedCall) and e.sent_bytes] for of_rank in record.events]
+    assert len(sent[0]) == len(sent[1]) > 0
+
+    played = play(record.events, load_cluster(cluster), record.host_share)
+    assert all(of_rank[ATTENTION] > 0 for of_rank in played.by_kind_s)
+    assert min(of_rank.get(WAIT, 0.0) for of_rank in played.by_kind_s) < 0.5 * played.step_s
+    fast = load_cluster("hexiseq-setting-1").subset([0, 1])
+    assert play(record.events, fast, record.host_share).step_s < 0.5 * played.step_s

@@ -82,7 +82,7 @@ def test_between_nodes_only_gradients_travel_and_once_a_step(micro_batches: int)
 
 def _count(rank: int, micro_batches: int) -> tuple[float, int]:
     """Bytes that this rank sends to the other node in a step, and those of the gradients."""
-    from tests.nccl_rules.recorder import recording
+    from benchmarks.proof.recording import recording
 
     model = llama(hidden_size=128, intermediate_size=384)
     handle, engine = start_in_nodes(model=model, gradient_accumulation_steps=micro_batches)

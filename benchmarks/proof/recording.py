@@ -1,8 +1,8 @@
-"""Records the collectives and messages of a gloo rank, and pairs messages by the order of posting as NCCL does.
+"""NCCL's rules without a GPU: what a gloo rank posts is recorded, for `benchmarks.proof.order` to judge.
 
-NCCL knows no tags: the k-th send from a to b meets the k-th receive that b posts for a. So tags are replaced by
-counters here, and code that relies on them gets the wrong tensor, as it would on GPUs. The ring posts the messages of a
-round together, as it does on NCCL.
+Messages are paired by the order of posting, as NCCL does: it knows no tags, and the k-th send from a to b meets the
+k-th receive that b posts for a. So tags are replaced by counters here, and code that relies on them gets the wrong
+tensor, as it would on GPUs. The ring posts the messages of a round together, as it does on NCCL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import Tensor
 from benchmarks.proof.events import Call, Event, Message, Wait
 from ds_hetero.runtime.attention import channel
 
-_ROOT = Path(__file__).resolve().parents[2]
+_OWN_FILE = Path(__file__).resolve()
+_ROOT = _OWN_FILE.parents[2]
 _COLLECTIVES = (
     "allgather",
     "allgather_into_tensor_coalesced",
@@ -56,9 +57,13 @@ _DTYPES = {torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.
 
 
 @contextmanager
-def recording() -> Iterator[list[Event]]:
-    """Record everything that this process posts inside, in order."""
-    recorder = _Recorder()
+def recording(events: list[Any] | None = None) -> Iterator[list[Event]]:
+    """Record everything that this process posts inside, in order.
+
+    Args:
+        events: to which it is added; left out, a new list.
+    """
+    recorder = _Recorder([] if events is None else events)
     group_type = dist.ProcessGroup
     replaced: list[tuple[Any, str, Any]] = []
 
@@ -82,8 +87,8 @@ def recording() -> Iterator[list[Event]]:
 
 
 class _Recorder:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
+    def __init__(self, events: list[Event]) -> None:
+        self.events = events
         self._num_calls = 0
         self._work_numbers: dict[int, int] = {}  # by id of the Work, while its owner holds it
         self._num_messages: Counter[tuple[str, int, int]] = Counter()  # by group, sender, receiver
@@ -166,7 +171,18 @@ class _Recorder:
     ) -> None:
         self._num_calls += 1
         self.events.append(
-            Call(self._num_calls, communicator, group.rank(), group.size(), name, shape, splits, messages, _site())
+            Call(
+                self._num_calls,
+                communicator,
+                group.rank(),
+                group.size(),
+                name,
+                shape,
+                splits,
+                messages,
+                _site(),
+                tuple(dist.get_process_group_ranks(group)),
+            )
         )
 
 
@@ -218,7 +234,7 @@ def _site() -> str:
     frame, library = sys._getframe(1), ""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        inside = path.is_relative_to(_ROOT) and not {"nccl_rules", ".venv"} & set(path.parts)
+        inside = path.is_relative_to(_ROOT) and path != _OWN_FILE and ".venv" not in path.parts
         if inside and frame.f_code.co_name != "timed":  # a wrapper around every collective
             return f"{library}{path.relative_to(_ROOT)}:{frame.f_lineno}"
         if not library and "deepspeed" in path.parts and path.parent.name != "comm" and ".venv" in path.parts:

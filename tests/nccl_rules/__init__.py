@@ -1,1 +1,0 @@
-"""NCCL's rules without a GPU: what gloo ranks post is recorded, and `benchmarks.proof.order` judges it."""
