@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.documents import plan, remap, routes, run
+from benchmarks.documents import lane_order, plan, remap, routes, run
 
-COMMANDS = {"plan": plan.main, "remap": remap.main, "routes": routes.main, "run": run.main}
+COMMANDS = {
+    "lane_order": lane_order.main,
+    "plan": plan.main,
+    "remap": remap.main,
+    "routes": routes.main,
+    "run": run.main,
+}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:

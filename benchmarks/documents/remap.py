@@ -1,6 +1,6 @@
 r"""Tokens that move between attention and linear layers, against tokens that stay: where that pays and where it costs.
 
-    python -m benchmarks.documents remap --link 1      # about four minutes
+    python -m benchmarks.documents remap --link 1      # about three minutes
 
 Training steps of a small Llama through DeepSpeed, four ranks in two nodes, 4:3:2:1, ArXiv's lengths, by turns in the
 same processes. Three cases: every other rank's attention kernel computes `SLOWER` times, as a card without a fast one
@@ -44,7 +44,7 @@ from ds_hetero.values.schedule import Schedule
 STAYS, MOVES, CHOOSES = "never", "always", "where_faster"
 SHAPE = Shape()
 TOKENS, SHRINK = 6144, 10
-SLOWER = 6  # times as long in attention as a rank's linear layers say
+SLOWER = 12  # times as long in attention as a rank's linear layers say
 OF_ALL_LENGTHS = PackedBatch((64,) * 16 + (256,) * 4 + (1024,) * 2)  # for what a document's diagonal costs
 
 
@@ -188,8 +188,8 @@ def main(words: Sequence[str]) -> None:
         prog="python -m benchmarks.documents remap", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--link", type=float, default=1.0, help="Gbit/s of each node's link; 0: loopback")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of both at most")
-    parser.add_argument("--budget", type=float, default=45.0, help="seconds for all turns of a case")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of both at most")
+    parser.add_argument("--budget", type=float, default=25.0, help="seconds for all turns of a case")
     parser.add_argument("--output", type=Path, default=FOLDER / "documents_remap.json", help="the result file")
     options = parser.parse_args(words)
     link = options.link * 1e9 or None

@@ -62,7 +62,12 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, context: RingContext) -> tuple
 
 
 def ring_backward(
-    dout: Tensor, saved: SavedForward, kept: Sequence[list[Tensor]], context: RingContext
+    dout: Tensor,
+    saved: SavedForward,
+    kept: Sequence[list[Tensor]],
+    context: RingContext,
+    *,
+    in_reverse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv) of `ring_forward`, shaped like q, k, v; in fp32 where they are sums of several parts.
 
@@ -70,6 +75,7 @@ def ring_backward(
         dout: [B, h, S, D].
         saved: q, k, v of this group and the merged out and lse, so that every block's backward is exact by itself.
         kept: from the forward, by lane.
+        in_reverse: lanes in the reverse of the forward's order, what a unit holds alone first; the same on all ranks.
 
     Caller: every rank of the replica, in the backward of `attention`.
     Messages: per lane, sub-ring and round one KV block, and one fp32 dK/dV block the other way round the ring.
@@ -89,7 +95,7 @@ def ring_backward(
             lane_saved = SavedForward(saved.q[at], saved.k[at], saved.v[at], saved.out[at], saved.lse[at])
             lane_grads = [x[at] for x in grads]
             lanes.append(LaneBackward(dout[at], lane_saved, kept_of_lane, lane_grads, ring, context, channel))
-    _run([lane.rounds() for lane in lanes], channel, context)
+    _run([lane.rounds() for lane in (reversed(lanes) if in_reverse else lanes)], channel, context)
     dq, dk, dv = grads
     return dq, dk, dv
 

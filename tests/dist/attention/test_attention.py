@@ -5,9 +5,11 @@ products in another order; 1e-6 suffices for placements of documents), bfloat16 
 input type.
 """
 
+import functools
 import random
 import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_hetero.errors import PeerError
+from ds_hetero.runtime.attention import attention as attention_module
 from ds_hetero.runtime.attention import channel as channel_module
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
@@ -24,6 +27,7 @@ from ds_hetero.runtime.attention.kernels.interface import backward_each, forward
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from ds_hetero.runtime.attention.local_batch import LocalBatch
 from ds_hetero.runtime.attention.reference import dense_attention
+from ds_hetero.runtime.attention.ring import ring_backward
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.baselines import ring, usp
@@ -128,6 +132,17 @@ def test_half_precision_equals_one_process():
 def test_lanes_that_would_wait_yield_where_messages_have_tags():
     """The order in which lanes go on depends on what has arrived, which NCCL's rules would not allow; gloo's do."""
     run_ranks(_check_cases, 4, 40, (torch.float64,), True, nccl_rules=False)
+
+
+def test_lanes_of_the_backward_in_reverse_equal_one_process():
+    """`benchmarks.documents lane_order` measures this order beside the forward's."""
+    run_ranks(_check_in_reverse, 4, 12)
+
+
+def _check_in_reverse(rank, num_cases):
+    backward = functools.partial(ring_backward, in_reverse=True)
+    with mock.patch.object(attention_module, "ring_backward", backward):
+        _check_cases(rank, num_cases, (torch.float64,), True)
 
 
 @pytest.mark.parametrize("by_documents", [False, True])

@@ -1,0 +1,165 @@
+r"""Lanes of the backward in the order of the forward, and in reverse, as Zeppelin's attention engine has them.
+
+    python -m benchmarks.documents lane_order --link 1     # about three minutes
+
+One attention layer, forward and backward, four ranks in two nodes, 4:3:2:1, two batches of ArXiv's lengths, by turns
+in the same processes: where a lane that would wait yields to the next one, as messages with tags allow, and where all
+ranks go through their lanes in one order, as NCCL wants it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.documents.contenders import DOCUMENTS, AtOnce, PackedBatch
+from benchmarks.documents.run import ALL_CORES, FRAGMENT_ROWS, NODES, RUNS_AT_ONCE, SPEEDS
+from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
+from benchmarks.emulation.emulator import RankLab, emulate
+from benchmarks.measure.contenders import Contender, Shape
+from benchmarks.measure.results import FOLDER, header, progress, write
+from benchmarks.measure.turns import take_turns, timed_run
+from ds_hetero.planner.documents import UnitCosts
+from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
+from ds_hetero.runtime.attention import attention as attention_module
+from ds_hetero.runtime.attention import channel, kernels
+from ds_hetero.runtime.attention.attention import AttentionSpec, attention
+from ds_hetero.runtime.attention.batch_layout import batch_layout
+from ds_hetero.runtime.attention.ring import ring_backward
+from ds_hetero.runtime.replica import make_replica
+from ds_hetero.values.baselines import proportional
+from ds_hetero.values.plans import Plan
+
+SHAPE, SEEDS = Shape(), (1, 2)
+WAYS = {
+    "forward's order, lanes yield": (False, False),
+    "reverse, lanes yield": (True, False),
+    "forward's order, in order": (False, True),
+    "reverse, in order": (True, True),
+}
+
+
+def measure(
+    lab: RankLab, link_bit_per_s: float | None, tokens: int, shrink: int, rounds: int, budget_s: float
+) -> list[dict[str, Any]]:
+    """All batches, on one rank; rank 0's answer is complete."""
+    total, speeds = sum(lab.cluster.cores), SPEEDS["4:3:2:1"]
+    lab.set_speeds([total * speed / sum(speeds) for speed in speeds])
+    cores = [speed.measured for speed in lab.speeds]
+    schedule = proportional(cores, SHAPE.num_heads, SHAPE.num_kv_heads)
+    replica = make_replica(Plan.of_replicas([schedule]))
+    spec = AttentionSpec(kernels.select(torch.device("cpu"), torch.float32, SHAPE.head_dim, None, None))
+    cases = []
+    for done, seed in enumerate(SEEDS):
+        lab.report(done / len(SEEDS), f"batch {seed}")
+        drawn = [n // shrink for n in DISTRIBUTIONS["arxiv"].batch(tokens * shrink, random.Random(seed))]
+        drawn[-1] += tokens - sum(drawn)
+        batch = PackedBatch(tuple(drawn))
+        placement = batch.place(DOCUMENTS, schedule, _costs(batch, cores, link_bit_per_s))
+        layout, mine = batch_layout(placement, placement.rows), placement.positions(lab.rank)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, _: Tensor, layout=layout) -> Tensor:  # type: ignore[no-untyped-def]
+            return attention(q, k, v, replica, layout, spec).flatten(2)
+
+        layer = Contender(DOCUMENTS, lambda length, mine=mine: mine, attend).layer(SHAPE, tokens)  # type: ignore[misc]
+        actions = {way: _run_as(layer, *how) for way, how in WAYS.items()}
+        for action in actions.values():
+            action()
+        dist.barrier()
+        turns = take_turns(actions, rounds, budget_s, lab.own_pids)
+        zones = [lane.zone(NODES) for lane in placement.lanes]
+        cases.append(
+            {
+                "seed": seed,
+                "documents": drawn,
+                "lanes": zones,
+                "seconds": turns.seconds,
+                "foreign_cores": turns.foreign_cores,
+                "text": lab.describe(),
+            }
+        )
+    return cases
+
+
+def _run_as(layer: Callable[[], object], in_reverse: bool, by_order: bool) -> Callable[[], object]:
+    def run() -> None:
+        backward = functools.partial(ring_backward, in_reverse=in_reverse)
+        with (
+            mock.patch.object(attention_module, "ring_backward", backward),
+            mock.patch.object(channel, "pairs_by_order", lambda group: by_order),
+        ):
+            layer()
+
+    return run
+
+
+def _costs(batch: PackedBatch, cores: Sequence[float], link_bit_per_s: float | None) -> UnitCosts:
+    """Of attention alone, by the rates of all ranks at once. Caller: every rank."""
+    at_once = AtOnce(batch, SHAPE, cores)
+    for _ in range(RUNS_AT_ONCE):
+        timed_run(at_once)
+    rates = [median(of_rank) for of_rank in zip(*at_once.rates(), strict=True)]
+    edge = at_once.edge_tokens()
+    kv_bytes = 2 * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 4
+    cross_s = kv_bytes * 8 / link_bit_per_s if link_bit_per_s else 0.0
+    return UnitCosts(
+        token_s=tuple(max(edge, 1e-3) / batch.squares / rate for rate in rates),
+        square_s=tuple(1 / batch.squares / rate for rate in rates),
+        most_tokens=(10**9,) * len(rates),
+        node=NODES,
+        receive_s=(0.0, 0.0),
+        cross_s=(cross_s, cross_s),
+        fragment_rows=FRAGMENT_ROWS,
+    )
+
+
+def main(words: Sequence[str]) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.documents lane_order", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--link", type=float, default=1.0, help="Gbit/s of each node's link; 0: loopback")
+    parser.add_argument("--tokens", type=int, default=12288, help="of a batch")
+    parser.add_argument("--shrink", type=int, default=5, help="what the published lengths are divided by")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of every way at most")
+    parser.add_argument("--budget", type=float, default=75.0, help="seconds for all turns of a case")
+    parser.add_argument("--output", type=Path, default=FOLDER / "documents_lane_order.json", help="the result file")
+    options = parser.parse_args(words)
+    link = options.link * 1e9 or None
+    nodes = tuple(EmulatedNode(speeds=speeds, link_bit_per_s=link) for speeds in ((4.0, 3.0), (2.0, 1.0)))
+    console = Console(stderr=True)
+    arguments = (link, options.tokens, options.shrink, options.rounds, options.budget)
+    with (
+        progress(console) as report,
+        emulate(EmulatedCluster(nodes=nodes, fastest_cores=ALL_CORES * 0.4)) as emulated,
+    ):
+        cases = emulated.run(measure, *arguments, on_report=report)[0]
+    table = Table(title="EMULATED: attention of placed documents, forward and backward; lanes of the backward")
+    for column in ("batch", "lanes", "the other way is", "forward's order, s", "reverse, s", "reverse is faster"):
+        table.add_column(column)
+    for case in cases:
+        case["medians_s"] = {way: median(seconds) for way, seconds in case["seconds"].items()}
+        case["gain"] = {}
+        for kind in ("lanes yield", "in order"):
+            ways = [f"forward's order, {kind}", f"reverse, {kind}"]
+            case["gain"][kind] = median(a / b for a, b in zip(*(case["seconds"][way] for way in ways), strict=True))
+            seconds = [f"{case['medians_s'][way]:.3f}" for way in ways]
+            table.add_row(str(case["seed"]), ", ".join(case["lanes"]), kind, *seconds, f"{case['gain'][kind]:.3f}x")
+    result = {**header(" ".join(["python -m benchmarks.documents lane_order", *words])), "emulated": True}
+    write(json.loads(json.dumps({**result, "cases": cases})), options.output)
+    Console(width=None if sys.stdout.isatty() else 160).print(cases[0]["text"], table, sep="\n")
+    console.print(f"written to {options.output}")
