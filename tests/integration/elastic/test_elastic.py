@@ -22,7 +22,16 @@ def warm_socket(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("job", "num_faults"), [(Job(1, [1, 1, 1]), 6), (Job(3, [2, 2]), 5), (Job(2, [1, 1], loop="trainer"), 5)]
+    ("job", "num_faults"),
+    [
+        (Job(1, [1, 1, 1]), 6),
+        (Job(3, [2, 2]), 5),
+        (Job(2, [1, 1], loop="trainer"), 5),
+        (Job(1, [1, 1, 1], loop="pipelines"), 3),
+        (Job(3, [1, 1], loop="accelerate"), 3),
+        (Job(1, [1, 1], loop="sft"), 3),
+    ],
+    ids=lambda given: f"{given.loop}-zero{given.stage}" if isinstance(given, Job) else "",
 )
 def test_a_job_goes_on_exactly_after_every_fault(tmp_path, warm_socket, job, num_faults):
     with cluster_of(job, tmp_path, EVERY, warm_socket) as cluster:
@@ -41,14 +50,39 @@ def _logs(cluster):
     return {path.name: path.read_text()[-1500:] for path in cluster.folder.glob("*.log")}
 
 
-def test_a_refusal_ends_the_job_once_with_its_reason(tmp_path, warm_socket):
+WITHOUT_SECTION = """
+deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1})
+"""
+# Nobody would keep the scheduler: after a fault it would begin anew, without a word.
+LOST_SCHEDULER = """
+from benchmarks.elastic.training import make_loader, make_model, make_scheduler
+model = make_model()
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = make_scheduler(optimizer)
+config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**config, "heterogeneity": {}})
+handle.elastic(handle.dataloader(make_loader()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "remedy"),
+    [
+        (WITHOUT_SECTION, 'an engine without a "heterogeneity" section cannot be kept', "Start it without --elastic."),
+        (
+            LOST_SCHEDULER,
+            "the optimizer has a learning-rate scheduler that an elastic job would lose",
+            'handle.elastic(loader, extra={"scheduler": scheduler}).',
+        ),
+    ],
+    ids=["no section", "a scheduler that nobody keeps"],
+)
+def test_a_refusal_ends_the_job_once_with_its_reason(tmp_path, warm_socket, code, reason, remedy):
     script = tmp_path / "train.py"
     script.write_text(
         "import deepspeed, torch, ds_hetero\n"
         'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False\n'
-        "ds_hetero.register()\n"
-        "model = torch.nn.Linear(2, 2)\n"
-        'deepspeed.initialize(model=model, config={"train_batch_size": 1})\n'
+        "handle = ds_hetero.register()\n" + code
     )
     cluster = Cluster(tmp_path, [1], [], warm_socket)
     options = ["--elastic", "--job", cluster.job, "--node", "n0", "--ranks", "1", "--warm", str(warm_socket)]
@@ -62,5 +96,5 @@ def test_a_refusal_ends_the_job_once_with_its_reason(tmp_path, warm_socket):
     )
     cluster.end()
     assert job.returncode == 2, job.stderr
-    assert job.stderr.rstrip().splitlines()[-1].endswith("Start it without --elastic."), job.stderr
-    assert 'an engine without a "heterogeneity" section cannot be kept' in job.stderr
+    assert job.stderr.rstrip().splitlines()[-1].endswith(remedy), job.stderr
+    assert reason in job.stderr
