@@ -181,8 +181,8 @@ class FaultRun:
         """The numbers of the same training in this process."""
         given = self._cluster.arguments
         loop, is_frozen = given[given.index("--loop") + 1] if "--loop" in given else "own", "--frozen" in given
-        if loop in ("trainer", "sft"):
-            return trainer.train_alone(num_steps, is_of_trl=loop == "sft")
+        if loop.startswith("trainer") or loop == "sft":
+            return trainer.train_alone(num_steps, loop)
         if loop == "accelerate":
             return loops.train_alone(num_steps)
         if loop == "pipelines":

@@ -45,6 +45,20 @@ def plan_of(world_size: int) -> dict[str, Any]:
     return {"version": 2, "model": _MODEL, "pipelines": pipelines[world_size]}
 
 
+def configuration_of_pipelines(config: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """The configuration of a job with the plan of so many ranks, in the place of one replica's."""
+    section = {"schedule": plan_of(world_size), "verify": "off", "elastic": config["heterogeneity"]["elastic"]}
+    batch = {"train_micro_batch_size_per_gpu": GLOBAL, "gradient_accumulation_steps": 1}
+    return {**config, **batch, "zero_optimization": {"stage": 1}, "heterogeneity": section}
+
+
+def norm_of_owned(engine: Any) -> float:
+    """Euclidean norm of all parameters of an engine of pipelines, each from its owner; on every rank."""
+    squares = torch.tensor(norm_of(list(engine.optimizer.sync.owned.values())) ** 2, dtype=torch.float64)
+    dist.all_reduce(squares)
+    return math.sqrt(squares.item())
+
+
 def train_pipelines(
     handle: Any, config: dict[str, Any], num_steps: int, log: Callable[..., None], pause_s: float, *, is_frozen: bool
 ) -> None:
@@ -54,11 +68,6 @@ def train_pipelines(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = make_model(is_frozen=is_frozen, layers=LAYERS)
     optimizer = torch.optim.AdamW(trained(model), lr=LR)
-    section = {**config["heterogeneity"], "schedule": plan_of(world_size)}
-    for key in ("zero_partition", "cluster", "seq_len"):
-        section.pop(key, None)
-    config = {**config, "zero_optimization": {"stage": 1}, "heterogeneity": section}
-    del config["train_micro_batch_size_per_gpu"]
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=make_scheduler(optimizer), config=config
     )
@@ -70,17 +79,10 @@ def train_pipelines(
             loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()
-            squares = torch.tensor(norm_of(list(engine.optimizer.sync.owned.values())) ** 2, dtype=torch.float64)
-            dist.all_reduce(squares)
+            parameters = norm_of_owned(engine)
             if rank == 0:
-                numbers = {"loss": loss.item(), "norm": engine.get_global_grad_norm()}
-                log(
-                    "step",
-                    step=engine.global_steps,
-                    world_size=world_size,
-                    **numbers,
-                    parameters=math.sqrt(squares.item()),
-                )
+                numbers = {"loss": loss.item(), "norm": engine.get_global_grad_norm(), "parameters": parameters}
+                log("step", step=engine.global_steps, world_size=world_size, **numbers)
             time.sleep(pause_s)
             if engine.global_steps >= num_steps:
                 return

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.elastic.training import CLIP, LENGTH, LR, VOCAB, make_loader, make_model, norm_of
+from benchmarks.elastic.loops import GLOBAL, LAYERS, norm_of_owned
+from benchmarks.elastic.training import CLIP, LENGTH, LR, VOCAB, make_loader, make_model, norm_of, padded
 
 OF_TOKENS = ("entropy", "mean_token_accuracy", "num_tokens")  # that TRL logs
 _LOG_EVERY = 3  # so that a fault comes between the steps of a mean
@@ -24,21 +25,24 @@ def train(
     log: Callable[..., None],
     pause_s: float = 0.0,
     *,
-    is_of_trl: bool = False,
+    loop: str = "trainer",
 ) -> None:
     """Train, and log every step.
 
     Args:
         config: of DeepSpeed; None for one process without.
         pause_s: after each step.
-        is_of_trl: by TRL's SFTTrainer, which logs numbers of tokens besides.
+        loop: "trainer"; "sft", TRL's SFTTrainer, which logs numbers of tokens besides; "trainer_of_pipelines".
     """
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     kind, arguments_of, more = Trainer, TrainingArguments, {}
-    if is_of_trl:
+    is_cut, shape = loop == "trainer_of_pipelines", {}
+    if is_cut:
+        shape, more = {"layers": LAYERS}, {"data_collator": padded}
+    if loop == "sft":
         from trl import SFTConfig, SFTTrainer
 
         kind, arguments_of = SFTTrainer, functools.partial(SFTConfig, max_length=LENGTH, gradient_checkpointing=False)
@@ -55,7 +59,9 @@ def train(
             log("ready", world_size=world_size, step=state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            numbers = {"loss": float(trainer.step_loss), "parameters": norm_of(_whole_parameters(trainer, config))}
+            is_owned = is_cut and config is not None
+            norm = norm_of_owned(trainer.deepspeed) if is_owned else norm_of(_whole_parameters(trainer, config))
+            numbers = {"loss": float(trainer.step_loss), "parameters": norm}
             if state.is_world_process_zero:
                 log("step", step=state.global_step, world_size=world_size, **numbers)
             time.sleep(pause_s)
@@ -74,7 +80,7 @@ def train(
         arguments = arguments_of(
             output_dir=folder,
             max_steps=num_steps,
-            per_device_train_batch_size=1,
+            per_device_train_batch_size=GLOBAL if is_cut else 1,
             max_grad_norm=CLIP,
             learning_rate=LR,
             lr_scheduler_type="constant_with_warmup",
@@ -90,11 +96,13 @@ def train(
             bf16=False,
         )
         dataset = make_loader().dataset
-        if is_of_trl:
+        if loop == "sft":
             from datasets import Dataset
 
             dataset = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in dataset])
-        trainer = Observed(model=make_model(), args=arguments, train_dataset=dataset, callbacks=[Steps()], **more)
+        trainer = Observed(
+            model=make_model(**shape), args=arguments, train_dataset=dataset, callbacks=[Steps()], **more
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
 
@@ -118,7 +126,7 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1", pad_token="2")
 
 
-def train_alone(num_steps: int, *, is_of_trl: bool = False) -> list[dict[str, float]]:
+def train_alone(num_steps: int, loop: str) -> list[dict[str, float]]:
     """The numbers of every step in this process; those of a log with the step that it was made at."""
     rows: list[dict[str, float]] = []
 
@@ -129,5 +137,5 @@ def train_alone(num_steps: int, *, is_of_trl: bool = False) -> list[dict[str, fl
             rows[-1] |= {name: numbers[name] for name in ("logged", "norm", *OF_TOKENS) if name in numbers}
 
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    train(None, num_steps, 1, log, is_of_trl=is_of_trl)
+    train(None, num_steps, 1, log, loop=loop)
     return rows

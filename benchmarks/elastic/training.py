@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 VOCAB, LENGTH = 64, 64
 LR, CLIP, SAMPLES = 1e-4, 1.0, 40
-LOOPS = ("own", "pipelines", "accelerate", "trainer", "sft")
+LOOPS = ("own", "pipelines", "accelerate", "trainer", "trainer_of_pipelines", "sft")
 SPEEDS = (4.0, 3.0, 2.0, 1.0, 1.0, 1.0)  # of ranks; emulated in the plan alone
 
 
@@ -57,11 +57,11 @@ def make_loader(length: int = LENGTH, batch_size: int = 1) -> Any:
         batch_size=batch_size,
         shuffle=True,
         generator=torch.Generator().manual_seed(7),  # type: ignore[arg-type]
-        collate_fn=None if batch_size == 1 else _padded,
+        collate_fn=None if batch_size == 1 else padded,
     )
 
 
-def _padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Rows of many lengths as one batch; padding takes no part in attention or loss."""
     pad = nn.utils.rnn.pad_sequence
     ids = [row["input_ids"] for row in rows]
@@ -208,12 +208,14 @@ def _train_by(options: argparse.Namespace, handle: Any, world_size: int, log: Ca
     from benchmarks.elastic import loops, trainer
 
     config = _configuration(options, world_size)
+    if "pipelines" in options.loop:
+        config = loops.configuration_of_pipelines(config, world_size)
     if options.loop == "pipelines":
         loops.train_pipelines(handle, config, options.steps, log, options.pause_s, is_frozen=options.frozen)
     elif options.loop == "accelerate":
         loops.train_by_accelerate(handle, config, options.steps, world_size, log, options.pause_s)
     else:
-        trainer.train(config, options.steps, world_size, log, options.pause_s, is_of_trl=options.loop == "sft")
+        trainer.train(config, options.steps, world_size, log, options.pause_s, loop=options.loop)
 
 
 def _train(handle: Any, engine: Any, loader: Any, options: argparse.Namespace, log: JsonLog) -> None:
