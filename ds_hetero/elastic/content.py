@@ -12,6 +12,7 @@ import mmap
 import pickle
 import zlib
 from collections.abc import Collection
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -73,28 +74,27 @@ class _Pickler(pickle.Pickler):
         self._tensors, self._at_once = tensors, at_once
         self._numbers: dict[Any, int] = {}
 
-    def persistent_id(self, value: Any) -> int | None:
+    def reducer_override(self, value: Any) -> Any:
+        """Let a number stand for a tensor; unlike for ``persistent_id``, nobody asks for each number in a list."""
         if type(value) is nn.Parameter:
             value = value.data
         if type(value) is not Tensor or value.numel() * value.element_size() <= _SMALL_BYTES:
-            return None
+            return NotImplemented
         if value.layout is not torch.strided or value.is_quantized:
-            return None
+            return NotImplemented
         key = value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
         if key not in self._numbers:
             self._numbers[key] = len(self._tensors)
             value = value.detach()
             self._tensors.append(value.clone() if value.data_ptr() in self._at_once else value)
-        return self._numbers[key]
+        return _tensor, (self._numbers[key],)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
+_tensors: ContextVar[list[Tensor]] = ContextVar("_tensors")  # of the content that is being read
 
-    def persistent_load(self, number: int) -> Tensor:
-        return self._tensors[number]
+
+def _tensor(number: int) -> Tensor:
+    return _tensors.get()[number]
 
 
 def read_content(path: Path, header: Header) -> Any:
@@ -114,6 +114,10 @@ def read_content(path: Path, header: Header) -> Any:
                 content, dtype=getattr(torch, dtype), count=math.prod(shape), offset=HEADER_BYTES + start
             )
             tensors.append(flat.view(shape))
-        return _Unpickler(io.BytesIO(rest), tensors).load()
+        token = _tensors.set(tensors)
+        try:
+            return pickle.loads(rest)
+        finally:
+            _tensors.reset(token)
     except Exception as error:  # pickle raises what it meets in the bytes
         raise CheckpointError(f"{path.name} cannot be read ({type(error).__name__}: {error}).") from error

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hetero.elastic.content import Content
+from ds_hetero.elastic.node.wire import Message
 from ds_hetero.elastic.pace import Pace
 from ds_hetero.elastic.segments import (
     SLOTS,
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 _FIRST_EVERY = 1  # steps, until the cost of a save and of a step is known
 _SEND_AGAIN = 3  # a keeper that was killed is back in a second
 _PAUSE_S = 0.5
+_LOOK_S = 0.5
 
 
 Cards = Mapping[str, Sequence[str | None]]
@@ -112,6 +114,9 @@ class Snapshots:
         self._is_busy = False  # whether a save was under way when the latest step began
         self.times: dict[str, float] = {}
         self.is_paused = False
+        self._waiting: Message = {"newcomers": []}  # to be let in
+        if self._rank == 0:
+            threading.Thread(target=self._look_for_newcomers, daemon=True).start()
 
     def _path(self, slot: str) -> Path:
         return self._worker.place.folder / f"own-{self._worker.name}-{slot}{SUFFIX}"
@@ -165,11 +170,17 @@ class Snapshots:
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
         return [int(number) for number in agreed.tolist()]
 
+    def _look_for_newcomers(self) -> None:
+        """In a thread of rank 0, so that no step waits for the answer."""
+        while True:
+            try:
+                self._waiting = self._worker.ask_meeting({"do": "newcomers"})
+            except OSError:
+                self._waiting = {"newcomers": []}
+            time.sleep(_LOOK_S)
+
     def _newcomers(self) -> list[str]:
-        try:
-            answer = self._worker.ask_meeting({"do": "newcomers"})
-        except OSError:
-            return []
+        answer = self._waiting
         names: list[str] = answer["newcomers"]
         return names if names and self._pays(answer["cards"]) else []
 
