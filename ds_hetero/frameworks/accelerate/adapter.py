@@ -33,6 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ds_hetero.engine.ds_config import enabled, read_training_facts, says_batches, size_of_configuration
 from ds_hetero.engine.loader import LoaderByMode, WholeLoader
+from ds_hetero.engine.model_calls import calls_of
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.registry import Registry
@@ -262,11 +263,25 @@ def _preparing(registry: Registry, stock: Function) -> Function:
                 loader.bind(registry, next(obj for obj in args if isinstance(obj, nn.Module)), accelerator.device)
         global _latest
         _latest = weakref.ref(accelerator)
+        if dist.get_world_size() == 1:  # no sequence parallelism, for which accelerate would ask for our loader itself
+            prepared = _cutting_for_one_rank(registry, args, prepared, accelerator.device)
         if any(isinstance(obj, nn.Module) and registry.is_pipelined(obj) for obj in args):
             accelerator.gather = accelerator.gather_for_metrics = _as_it_is  # one worker, on all ranks
         return prepared
 
     return prepare
+
+
+def _cutting_for_one_rank(registry: Registry, objects: tuple[Any, ...], prepared: Any, device: Any) -> tuple[Any, ...]:
+    """Objects as they were prepared, with our loader around those whose model is split over one rank."""
+    model = next(obj for obj in objects if isinstance(obj, nn.Module))
+    if registry.find_split(model) is None:
+        return tuple(prepared)
+    calls = calls_of(registry, model)
+    return tuple(
+        calls.dataloader(made, device, None) if isinstance(given, DataLoader) else made
+        for given, made in zip(objects, prepared, strict=True)
+    )
 
 
 def _complete_batch_sizes(ds_config: dict[str, Any], objects: tuple[Any, ...]) -> None:
