@@ -11,7 +11,7 @@ import math
 import mmap
 import pickle
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class _Pickler(pickle.Pickler):
         self._tensors, self._at_once = tensors, at_once
         self._numbers: dict[Any, int] = {}
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> tuple[Callable[[int], Tensor], tuple[int]]:
         """Let a number stand for a tensor; unlike for ``persistent_id``, nobody asks for each number in a list."""
         if type(value) is nn.Parameter:
             value = value.data

@@ -10,13 +10,14 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import accelerate.accelerator
 import accelerate.data_loader
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
@@ -272,7 +273,9 @@ def _preparing(registry: Registry, stock: Function) -> Function:
     return prepare
 
 
-def _cutting_for_one_rank(registry: Registry, objects: tuple[Any, ...], prepared: Any, device: Any) -> tuple[Any, ...]:
+def _cutting_for_one_rank(
+    registry: Registry, objects: tuple[object, ...], prepared: Iterable[Any], device: torch.device
+) -> tuple[object, ...]:
     """Objects as they were prepared, with our loader around those whose model is split over one rank."""
     model = next(obj for obj in objects if isinstance(obj, nn.Module))
     if registry.find_split(model) is None:
