@@ -9,11 +9,13 @@ Seconds per token and per head are reciprocal speeds; a rank that is to stay idl
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 
-from ds_hetero.common.arrays import Floats, Ints, distinct
+from ds_hetero.common.arrays import Floats, Ints
 
 QUANTILES = np.array([0.1, 0.25, 0.5, 0.75])
 
@@ -49,22 +51,22 @@ def two_speed_fill(token_speed_K: Floats, attention_speed_K: Floats) -> Floats:
     Returns:
         x_K, summing to 1.
     """
-    ratio_K = np.divide(
-        token_speed_K, attention_speed_K, out=np.full(len(token_speed_K), np.inf), where=attention_speed_K > 0
-    )
-    usable = attention_speed_K > 0
-    ratios = distinct(ratio_K[usable])
+    # Plain numbers: of a few groups, and there are seldom more, an array's operations take longer.
+    pairs = [(t, a) for t, a in zip(token_speed_K.tolist(), attention_speed_K.tolist(), strict=True) if a > 0]
+    pairs.sort(key=lambda pair: pair[0] / pair[1])
+    each_ratio = [t / a for t, a in pairs]
+    ratios = sorted(set(each_ratio))
     if len(ratios) > 256:
-        ratios = ratios[np.linspace(0, len(ratios) - 1, 256).astype(int)]
-    order = np.argsort(ratio_K, kind="stable")
-    token_sum = np.concatenate([[0.0], np.cumsum(np.where(usable, token_speed_K, 0.0)[order])])
-    attention_sum = np.cumsum(attention_speed_K[order][::-1])[::-1]
-    attention_sum = np.append(attention_sum, 0.0)
-    below = np.searchsorted(ratio_K[order], ratios, side="right")
-    # With t1 = 1 and t2 = r, the groups whose ratio is at most r are limited by tokens, the others by attention.
-    handled = token_sum[below] + ratios * attention_sum[below]
-    best = int(np.argmin((1 + ratios) / handled))
-    share_K = np.minimum(token_speed_K, ratios[best] * attention_speed_K)
+        ratios = [ratios[i] for i in np.linspace(0, len(ratios) - 1, 256).astype(int).tolist()]
+    token_sum = [0.0, *accumulate(t for t, _ in pairs)]
+    attention_sum = [*reversed([*accumulate(a for _, a in reversed(pairs))]), 0.0]
+
+    def time_at(ratio: float) -> float:
+        """Of shares with t2 = ratio * t1: tokens limit the groups of no larger ratio, attention limits the others."""
+        below = bisect_right(each_ratio, ratio)
+        return float((1 + ratio) / (token_sum[below] + ratio * attention_sum[below]))
+
+    share_K = np.minimum(token_speed_K, min(ratios, key=time_at) * attention_speed_K)
     return np.asarray(share_K / share_K.sum())
 
 
