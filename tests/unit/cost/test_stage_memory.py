@@ -20,7 +20,12 @@ from tests.support import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "pipelines_memory.json").read_text())["cases"][0]
-PEAKS = json.loads((RESULTS / "fit.json").read_text())["rows"]
+PEAKS = [row for name in ("fit.json", "fit_adapters.json") for row in json.loads((RESULTS / name).read_text())["rows"]]
+TOO_HIGH = {  # estimates of adapters that are further off, always too high; see docs/measured.md
+    "Ulysses 3:1, heads 6:2, ZeRO 3, QLoRA": 0.083,
+    "ring 3:1, ZeRO 2 by weights 3:1, bf16, LoRA": 0.104,
+    "group of 2 and 1 in a ring, wide, ZeRO 3, bf16, QLoRA": 0.213,
+}
 
 
 def host_of(ranks):
@@ -41,12 +46,17 @@ def test_stages_of_one_rank_take_the_measured_peak(name):
             assert need == pytest.approx(peak, rel=0.01 if stage.num_layers > 1 else 0.031)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if not case.adapter_rank], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if any(row["case"] == case.name for row in PEAKS)],
+    ids=lambda case: case.name,
+)
 def test_ranks_that_share_sequences_take_the_measured_peak(case):
     cost = make_cost_model("calibrated", host_of(case.num_ranks), case.spec, case.workload)
     parts = cost.memory_parts(*cost.arrays(Schedule.from_dict(case.schedule)))
     measured = [row["measured_bytes"] for row in PEAKS if row["case"] == case.name]
-    assert parts.total.tolist() == pytest.approx(measured, rel=0.066)
+    within = TOO_HIGH.get(case.name, 0.05) if case.adapter_rank else 0.066
+    assert parts.total.tolist() == pytest.approx(measured, rel=within)
 
 
 def test_without_further_micro_batches_gradients_come_while_activations_go():
