@@ -79,9 +79,9 @@ class _Pickler(pickle.Pickler):
         if type(value) is nn.Parameter:
             value = value.data
         if type(value) is not Tensor or value.numel() * value.element_size() <= _SMALL_BYTES:
-            return NotImplemented
+            return NotImplemented  # type: ignore[no-any-return]
         if value.layout is not torch.strided or value.is_quantized:
-            return NotImplemented
+            return NotImplemented  # type: ignore[no-any-return]
         key = value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
         if key not in self._numbers:
             self._numbers[key] = len(self._tensors)
