@@ -1,6 +1,7 @@
 r"""Tokens that move between attention and linear layers, against tokens that stay: where that pays and where it costs.
 
     python -m benchmarks.documents remap --link 1      # about three minutes
+    python -m benchmarks.documents remap --predict     # predictions for 8 to 32 A800 instead, nothing is measured
 
 Training steps of a small Llama through DeepSpeed, four ranks in two nodes, 4:3:2:1, ArXiv's lengths, by turns in the
 same processes. Three cases: every other rank's attention kernel computes `SLOWER` times, as a card without a fast one
@@ -27,6 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.documents.contenders import AtOnce, PackedBatch, engine_step
+from benchmarks.documents.plan import SPEEDS as PLANNED_SPEEDS
+from benchmarks.documents.plan import costs_of
 from benchmarks.documents.run import ALL_CORES, BUILDING_CORES, FRAGMENT_ROWS, NODES, RUNS_AT_ONCE, SPEEDS, solve_step
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import RankLab, emulate
@@ -44,6 +47,8 @@ from ds_hetero.values.schedule import Schedule
 STAYS, MOVES, CHOOSES = "never", "always", "where_faster"
 SHAPE = Shape()
 TOKENS, SHRINK = 6144, 10
+PREDICTED = [(ranks, speeds, 1) for ranks in (16, 32) for speeds in PLANNED_SPEEDS]
+PREDICTED += [(ranks, "equal", slower) for ranks in (8, 16) for slower in (4, 8, 16)]
 SLOWER = 12  # times as long in attention as a rank's linear layers say
 OF_ALL_LENGTHS = PackedBatch((64,) * 16 + (256,) * 4 + (1024,) * 2)  # for what a document's diagonal costs
 
@@ -191,7 +196,11 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of both at most")
     parser.add_argument("--budget", type=float, default=25.0, help="seconds for all turns of a case")
     parser.add_argument("--output", type=Path, default=FOLDER / "documents_remap.json", help="the result file")
+    parser.add_argument("--predict", action="store_true", help="predictions for A800 and a 7B model; nothing is run")
     options = parser.parse_args(words)
+    if options.predict:
+        Console(width=None if sys.stdout.isatty() else 120).print(predictions())
+        return
     link = options.link * 1e9 or None
     nodes = tuple(EmulatedNode(speeds=speeds, link_bit_per_s=link) for speeds in ((4.0, 3.0), (2.0, 1.0)))
     console = Console(stderr=True)
@@ -234,4 +243,23 @@ def table_of(cases: Sequence[dict[str, Any]]) -> Table:
             {STAYS: "stay", MOVES: "move"}[case["chosen"]],
             ", ".join(map(str, case["held"][MOVES])),
         )
+    return table
+
+
+def predictions() -> Table:
+    """Gains of moving that the planner predicts for one batch of every distribution, and whether it takes them."""
+    table = Table(title="Predicted: blocks of Llama 2 7B whose tokens stay, over those whose tokens move; * taken")
+    for column in ("ranks", "speeds", "attention", *DISTRIBUTIONS):
+        table.add_column(column)
+    for ranks, speeds, slower in PREDICTED:
+        tokens = ranks * 4096
+        schedule, costs = costs_of(ranks, tokens, PLANNED_SPEEDS[speeds])
+        costs = _with_slower_attention(costs, [slower if rank % 2 else 1 for rank in range(ranks)])
+        cells = []
+        for distribution in DISTRIBUTIONS.values():
+            batch = RemappedBatch(tuple(distribution.batch(tokens, random.Random(1))))
+            stays, moves, chosen = (batch.place(wish, schedule, costs) for wish in (STAYS, MOVES, CHOOSES))
+            stays_s, moves_s = (placement_loads(p, batch.documents, costs).predicted_s for p in (stays, moves))
+            cells.append(f"{stays_s / moves_s:.2f}{' *' if chosen.moves else ''}")
+        table.add_row(str(ranks), speeds, f"1/{slower} on every other" if slower > 1 else "alike", *cells)
     return table
