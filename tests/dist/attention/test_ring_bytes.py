@@ -14,6 +14,7 @@ from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.attention.head_exchange import Exchange
 from ds_hetero.runtime.attention.kernels import select
+from ds_hetero.runtime.attention.moves import _Mover
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.values.baselines import proportional
 from ds_hetero.values.placement import Placement, Rows, stream_placement
@@ -99,13 +100,23 @@ def _check_exchanged_bytes(rank, num_cases):
                     exchanged[LINK_KINDS[NODES[rank] != NODES[other]]] += 4 * elements
         run(self, recv, send, recv_sizes, send_sizes)
 
-    Exchange.run = counting
-    by_heads = 0
+    move = _Mover.run
+
+    def counting_moves(self, tensors, back):
+        elements_of_token = tensors[0].shape[0] * sum(x.shape[1] for x in tensors) * tensors[0].shape[3]
+        sent, _ = self.table.sizes(elements_of_token, back=back)
+        for other, elements in zip(dist.get_process_group_ranks(self.process_group), sent, strict=True):
+            exchanged[LINK_KINDS[NODES[rank] != NODES[other]]] += 4 * elements
+        return move(self, tensors, back)
+
+    Exchange.run, _Mover.run = counting, counting_moves
+    by_heads = with_moves = 0
     for number in range(num_cases):
         schedule, replica = schedules[number % 3], replicas[number % 3]
         lengths = [rng.choice((90, 600, 1200)) + rng.randrange(40) for _ in range(rng.randint(1, 4))]
         (placement, *_) = _placements(schedule, lengths, rng, links=(0.1, 50.0, 1e-4))
         by_heads += any(lane.by_heads for lane in placement.lanes)
+        with_moves += bool(placement.moves)
         exchanged.clear()
         in_rings = _sent(rank, replica, placement, None)
         totals = torch.tensor([exchanged[kind] for kind in LINK_KINDS])
@@ -115,7 +126,7 @@ def _check_exchanged_bytes(rank, num_cases):
         assert exchange_bytes(placement, NODES, KVBytes(once, once, once)) == dict(
             zip(LINK_KINDS, totals.tolist(), strict=True)
         )
-    assert by_heads > num_cases // 4
+    assert by_heads > num_cases // 4 and with_moves
 
 
 def _sent(rank: int, replica, placement: Placement, window: int | None) -> dict[str, int]:
