@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.measure.contenders import Shape
-from benchmarks.pipelines.plans import Task, tensor_candidates
+from benchmarks.pipelines.plans import Task, predicted_s, tensor_candidates
 from benchmarks.pipelines.tables import summarize, summarize_memory
 from ds_hetero.cluster import cluster_from_dict
 
@@ -51,6 +51,16 @@ def test_plans_with_tensor_stages_hold_all_layers_and_samples():
     assert {len(each.memory_bytes) for each in made} == {4}
     assert made[0].plan.pipelines[0].stages[0].layers == (0, 8)
     assert [p.micro_batches for p in made[4].plan.pipelines] == [4, 2]
+    half = cluster_from_dict(
+        {
+            "nodes": nodes,
+            "network": link,
+            "devices": {name: {**each, "peak_tflops": each["peak_tflops"] / 2} for name, each in devices.items()},
+        }
+    )
+    for each in made:  # what was predicted for the cluster of the plan, and for slower devices
+        assert predicted_s(cluster, Task(shape, 64, 6), each.plan) == pytest.approx(each.predicted_s)
+        assert each.predicted_s < predicted_s(half, Task(shape, 64, 6), each.plan) < 2 * each.predicted_s
 
 
 def test_the_worst_rank_counts():

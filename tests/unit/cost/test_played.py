@@ -90,6 +90,15 @@ def test_messages_of_a_pair_meet_in_the_order_of_posting_and_both_ways_at_once()
     assert [span.stop_s for span in played.spans[0] if span.stream == "network"] == pytest.approx([2, 2, 3, 3])
 
 
+def test_messages_to_one_rank_in_one_call_have_sizes_of_their_own() -> None:
+    sizes = (1_000_000_000, 2_000_000_000)
+    events = [
+        [PostedCall(1, "", "ring", BOTH, messages=tuple(PostedMessage(rank == 0, 1 - rank, n) for n in sizes)), Wait(1)]
+        for rank in BOTH
+    ]
+    assert play(events, _cluster()).step_s == pytest.approx(3)
+
+
 def test_an_uneven_all_to_all_takes_as_long_as_its_busiest_port() -> None:
     sent = ((0, 1_000_000_000), (3_000_000_000, 0))
     events = [[PostedCall(1, "alltoall_base", "a", BOTH, sent_bytes=sent[rank]), Wait(1)] for rank in BOTH]
