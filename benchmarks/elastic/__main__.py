@@ -59,7 +59,6 @@ JOBS = (
     Job(3, [2, 1], loop="accelerate"),
     Job(1, [2, 1], loop="sft"),
     Job(3, [1, 1], loop="sft"),
-    Job(1, [2, 1], loop="trainer_of_pipelines"),
 )
 
 
