@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.proof", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a smaller scope")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--out", type=Path, help="file for the JSON object")
+    parser.add_argument("--out", type=Path, help="file for the JSON object, written as results come")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: as many as there are cores")
     names = [family.name for family in FAMILIES]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="FAMILY", help=", ".join(names))
@@ -67,15 +67,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     tasks = [(family, p) for family in FAMILIES if family.name in options.only for p in family.portions(scope)]
     by_family: dict[str, list[Checked]] = {name: [] for name in options.only}
+
+    def result_so_far(is_complete: bool) -> dict[str, Any]:
+        result = _result(by_family, scope, time.perf_counter() - begin, is_complete)
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        return result
+
     is_complete = True
     try:
         for name, checked in _run(tasks, options.processes):
             by_family[name].append(checked)
+            result_so_far(is_complete=False)
     except KeyboardInterrupt:
         is_complete = False
-    result = _result(by_family, scope, time.perf_counter() - begin, is_complete)
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = result_so_far(is_complete)
     print(json.dumps(result)) if options.json else _print(result)
     return 1 if result["violations"] or not is_complete else 0
 

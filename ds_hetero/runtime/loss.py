@@ -431,10 +431,11 @@ class _TokenLogProbs(torch.autograd.Function):
         logits_TV, labels_T, lse_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
         for logits, labels, lse, grad, out in _chunks(ctx.chunk_tokens, logits_TV, labels_T, lse_T, grad_T, grad_TV):
-            softmax = (logits.to(lse.dtype) - lse[:, None]).exp_()
+            softmax = logits.to(lse.dtype, copy=True).sub_(lse[:, None]).exp_()
             rows, own = _rows_of(labels, ctx.part)
             softmax.scatter_add_(-1, rows[:, None], -own[:, None].to(softmax.dtype))
             out.copy_(softmax.mul_((-grad * (labels != IGNORE_INDEX))[:, None]))
+            del softmax  # before the next chunk makes its own
         return grad_TV, None, None, None
 
 

@@ -23,6 +23,7 @@ from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.data.shard_info import ShardInfo, shard_info
 from ds_hetero.runtime.data.shards import Batch, Entries
+from ds_hetero.runtime.devices import copied_to
 
 _MODALITIES = ("vision_config", "audio_config", "image_config", "video_config")
 _DECODERS = ("language_model", "text_model")  # as outer models call the decoder behind their towers
@@ -156,7 +157,7 @@ class DecoderDoor:
     def _cut(self, kwargs: Batch, places: Sequence[int], rows: int) -> Entries:
         """The first ``rows`` rows of every argument, at ``places`` of the sequence."""
         tokens = _tokens_of(kwargs)
-        cutter = _Cutter(self._model, tokens.shape[1], torch.tensor(places, device=tokens.device), rows)
+        cutter = _Cutter(self._model, tokens.shape[1], copied_to(torch.tensor(places), tokens.device), rows)
         added = {features: kwargs.get(mask) for mask, features in _ADDED_FEATURES.items()}
         cut: Entries = {}
         for name, value in kwargs.items():
