@@ -53,8 +53,12 @@ def test_a_recorded_step_is_played_on_its_cluster_and_on_a_faster_one(tmp_path):
     flops = sum(e.flops for of_rank in record.events for e in of_rank if isinstance(e, Operation) and e.kind == PRODUCT)
     assert products < flops <= products + again
 
-    sent = [[e.sent_bytes for e in of_rank if isinstance(e, PostedCall) and e.sent_bytes] for of_rank in record.events]
-    assert len(sent[0]) == len(sent[1]) > 0
+    def message_bytes(rank, sends):
+        calls = [event for event in record.events[rank] if isinstance(event, PostedCall)]
+        return [message.num_bytes for call in calls for message in call.messages if message.sends == sends]
+
+    assert message_bytes(0, True) == message_bytes(1, False) != []
+    assert message_bytes(1, True) == message_bytes(0, False) != []
 
     played = play(record.events, load_cluster(cluster), record.host_share)
     assert all(of_rank[ATTENTION] > 0 for of_rank in played.by_kind_s)
