@@ -42,6 +42,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.job.start import ReplicaBatches
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.sampling import replica_samples
+from ds_hetero.runtime.pipeline.batches import SameBatches
 
 _sharding: ContextVar[_Sharding | None] = ContextVar("_sharding", default=None)
 _latest: weakref.ref[Accelerator] | None = None  # that has prepared a model for this engine
@@ -186,7 +187,7 @@ def skip_first_batches(stock: Function) -> Function:
 
     @functools.wraps(stock)
     def skip(dataloader: Any, num_batches: int = 0) -> object:
-        if isinstance(dataloader, ShardedLoader | WholeLoader | LoaderByMode):
+        if isinstance(dataloader, ShardedLoader | WholeLoader | LoaderByMode | SameBatches):
             return dataloader.skipping(num_batches, stock)
         return stock(dataloader, num_batches)
 

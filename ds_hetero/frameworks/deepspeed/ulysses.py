@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ds_hetero.engine.ds_config import DsConfig, enabled, read_training_facts
 from ds_hetero.engine.forward_mode import wanted_results
-from ds_hetero.engine.loader import ModelLoader, WholeLoader
+from ds_hetero.engine.loader import KNOWN_LOADERS, ModelLoader, WholeLoader
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.registry import Registry
@@ -158,7 +158,7 @@ class Ulysses:
             split = self._registry.find_split_by_ranks(dist.get_process_group_ranks(sp_group))
             if split is None and self._has_pipelines:
                 adapter.__class__ = SameBatches
-                SameBatches.__init__(adapter, dl, torch.device(device))
+                SameBatches.__init__(adapter, dl, torch.device(device), KNOWN_LOADERS)
                 return
             if split is not None and wanted_results() is not None:
                 adapter.__class__ = WholeLoader

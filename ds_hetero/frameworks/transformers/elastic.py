@@ -93,7 +93,9 @@ class _Training:
 
     def load(self) -> None:
         """Put back the engine's state, in place of reading a checkpoint; where there is none, begin to save."""
-        if self._registry.is_pipelined(self._trainer.model):  # amid a later epoch it goes on with other samples
+        if self._registry.is_pipelined(
+            self._trainer.model
+        ):  # was not compared over faults since it resumes amid later epochs
             raise ConfigError(
                 "a Trainer whose model is cut into pipelines cannot be kept by an elastic job yet. Train them in a "
                 "loop of your own with handle.elastic, or start the job without --elastic."

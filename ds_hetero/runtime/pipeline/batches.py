@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -120,6 +120,10 @@ class SameBatches(LoaderAround):
             self.set_epoch(state["epoch"])
         self._start = self._used = state["used"]
         self._epochs.resume(state["start"], state["used"], 0)
+
+    def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> SameBatches:
+        """A loader without the first ``num_batches``; see `ds_hetero.runtime.data.loader.ShardedLoader.skipping`."""
+        return SameBatches(skip(self.dataloader, num_batches), self._device, self._names)
 
     def __iter__(self) -> Iterator[Entries]:
         """Yield batches.
