@@ -288,7 +288,7 @@ def _cutting_for_one_rank(
     )
 
 
-def _complete_batch_sizes(ds_config: dict[str, Any], objects: tuple[Any, ...]) -> None:
+def _complete_batch_sizes(ds_config: dict[str, Any], objects: tuple[object, ...]) -> None:
     """Write the batch size of the loaders into the configuration, where that leaves it to them."""
     if ds_config.get("train_micro_batch_size_per_gpu") in (None, "auto"):
         sizes = [obj.batch_size for obj in objects if isinstance(obj, DataLoader) and obj.batch_size is not None]

@@ -121,7 +121,7 @@ class SameBatches(LoaderAround):
         self._start = self._used = state["used"]
         self._epochs.resume(state["start"], state["used"], 0)
 
-    def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> SameBatches:
+    def skipping(self, num_batches: int, skip: Callable[[Iterable[object], int], Iterable[object]]) -> SameBatches:
         """A loader without the first ``num_batches``; see `ds_hetero.runtime.data.loader.ShardedLoader.skipping`."""
         return SameBatches(skip(self.dataloader, num_batches), self._device, self._names)
 
