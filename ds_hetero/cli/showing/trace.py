@@ -19,7 +19,10 @@ from ds_hetero.reporting.trace import trace_of
 @click.argument("plan", type=FILE, required=False)
 @click.option("--run", type=FILE, help="run.json of a job that ran the plan.")
 @click.option(
-    "--from-code", type=FILE, help="Step that python -m benchmarks.fake_gpu.played record wrote, instead of PLAN."
+    "--from-code",
+    type=FILE,
+    help="Step of the real code, recorded on GPUs that do not exist by python -m benchmarks.fake_gpu.played record, "
+    "instead of PLAN: its operations and messages with their predicted times.",
 )
 @click.option("--cluster", help="On which that step is played; left out, the one for which it was planned.")
 @click.option("--out", type=FILE, required=True, help="Trace to write, .json.")
@@ -27,11 +30,7 @@ from ds_hetero.reporting.trace import trace_of
 def trace(
     plan: Path | None, run: Path | None, from_code: Path | None, cluster: str | None, out: Path, as_json: bool
 ) -> None:
-    """Write the predicted step of PLAN as a trace for Perfetto; with --run the measured one beside it.
-
-    With --from-code the operations and messages of the real code, recorded on GPUs that do not exist, each with the
-    time that it takes on the cluster.
-    """
+    """Write the predicted step of PLAN as a trace for Perfetto; with --run the measured one beside it."""
     if (plan is None) == (from_code is None) or (from_code is None and cluster is not None) or (from_code and run):
         raise click.UsageError("give PLAN, with or without --run, or --from-code, with or without --cluster.")
     if from_code is not None:
