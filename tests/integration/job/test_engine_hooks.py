@@ -38,7 +38,7 @@ ORDER = {
 OF_PIPELINES = {
     "forward": ["record_call", "name_lost_peers", "run_passes"],
     "backward": ["record_call", "keep_books"],
-    "step": ["record_call", "time_step", "name_lost_peers", "expect_passes"],
+    "step": ["save_after_step", "record_call", "time_step", "name_lost_peers", "expect_passes"],
     "destroy": ["report_times"],
     "set_train_batch_size": ["refuse_batch_sizes"],
     "set_train_micro_batch_size": ["refuse_batch_sizes"],
