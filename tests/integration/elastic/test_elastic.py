@@ -21,6 +21,7 @@ def warm_socket(tmp_path_factory):
         yield path
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL sets it
 @pytest.mark.parametrize(
     ("job", "num_faults"),
     [
