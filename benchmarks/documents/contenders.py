@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.measure.contenders import Contender, Shape, contiguous_positions
 from benchmarks.measure.models import VOCABULARY, trained_model
 from ds_hetero.cluster.catalogue import PROFILED_ERROR
-from ds_hetero.planner.documents import DocumentPlacer, UnitCosts
+from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, least_gain
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
@@ -81,7 +81,7 @@ class PackedBatch:
         if name == STREAM:
             return stream_placement(schedule, self.tokens, rows)
         if name == DOCUMENTS:
-            return DocumentPlacer(costs, least_gain=PROFILED_ERROR)(schedule, self.tokens, rows)
+            return DocumentPlacer(costs, least_gain=least_gain(PROFILED_ERROR))(schedule, self.tokens, rows)
         weights = [1 / seconds for seconds in costs.square_s]
         tokens = tuple(share(length, weights) for length in self.lengths)
         members = tuple(range(schedule.ring_size))

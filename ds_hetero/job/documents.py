@@ -22,7 +22,14 @@ from ds_hetero.job.start import World
 from ds_hetero.job.times import RankTimes
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.document_search.placement_loads import placement_loads
-from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, expect_places, place_documents, unit_costs
+from ds_hetero.planner.documents import (
+    DocumentPlacer,
+    UnitCosts,
+    expect_places,
+    least_gain,
+    place_documents,
+    unit_costs,
+)
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import HeterogeneitySection, PlacementSection
@@ -33,8 +40,8 @@ def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentP
 
     Where documents were asked for and the devices are not known, the schedule's token weights stand for their speeds.
     Where the section says nothing, they are placed if devices are known and no schedule is to change, and if that is
-    predicted to save more of a step than the error of the device that is known least; no unit is then given more tokens
-    than its memory has room for with that error.
+    predicted to save more of a step than predictions for the device that is known least err; no unit is then given more
+    tokens than its memory has room for with that error.
 
     Args:
         world: the ranks of the job.
@@ -58,7 +65,7 @@ def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentP
     if found is None:
         return None
     placer = document_placer(section, UnitCosts.from_floats(found[1][replica_id]))
-    return replace(placer, least_gain=found[0]) if section.mode is None else placer
+    return replace(placer, least_gain=least_gain(found[0])) if section.mode is None else placer
 
 
 def _error(start: JobStart) -> float:

@@ -2,6 +2,6 @@
 
 from ds_hetero.planner.document_search.loads import unit_costs
 from ds_hetero.planner.document_search.unit_costs import UnitCosts
-from ds_hetero.planner.documents.placing import DocumentPlacer, expect_places, place_documents
+from ds_hetero.planner.documents.placing import DocumentPlacer, expect_places, least_gain, place_documents
 
-__all__ = ["DocumentPlacer", "UnitCosts", "expect_places", "place_documents", "unit_costs"]
+__all__ = ["DocumentPlacer", "UnitCosts", "expect_places", "least_gain", "place_documents", "unit_costs"]
