@@ -132,13 +132,16 @@ class PlayedStep:
     @property
     def step_s(self) -> float:
         """Until the last rank has ended."""
-        return max(sum(of_rank.values()) for of_rank in self.by_kind_s)
+        return max(self._ends_s)
 
     @property
     def last_rank(self) -> int:
         """The rank that ends last."""
-        ends = [sum(of_rank.values()) for of_rank in self.by_kind_s]
-        return ends.index(max(ends))
+        return self._ends_s.index(self.step_s)
+
+    @property
+    def _ends_s(self) -> list[float]:
+        return [sum(of_rank.values()) for of_rank in self.by_kind_s]
 
 
 def play(events: Sequence[Sequence[Event]], cluster: Cluster, host_share: float = 1.0) -> PlayedStep:
@@ -197,12 +200,12 @@ def _rates(cluster: Cluster, head_dim: int, host_share: float) -> list[_Rates]:
     for rank, device in enumerate(cluster.devices):
         own = device.efficiency
         share = COPY_SHARE if own.layer_host_s else 1.0
-        passes = (float(1 / achieved.attention_flops_per_s[name][rank]) for name in ("forward", "backward"))
+        forward, backward = (achieved.attention_flops_per_s[name][rank] for name in ("forward", "backward"))
         found.append(
             _Rates(
                 s_per_flop=float(achieved.s_per_flop[rank]),
                 half_tokens=own.matmul_half_tokens,
-                attention_s_per_flop=(next(passes), next(passes)),
+                attention_s_per_flop=(float(1 / forward), float(1 / backward)),
                 half_rows=own.attention_half_rows,
                 half_kv=own.attention_half_kv,
                 edge_keys=own.attention_edge_keys,
@@ -405,10 +408,8 @@ class _Links:
     def message(self, sender: int, receiver: int, num_bytes: int, ready_s: float) -> tuple[float, float]:
         """Begin and end of a message."""
         a, b = self._node[sender], self._node[receiver]
-        taken: dict[_Port, float] = {
-            ("out", sender, a != b): num_bytes * float(self._cluster.node_p2p_s_per_byte[a, b]),
-            ("in", receiver, a != b): num_bytes * float(self._cluster.node_p2p_s_per_byte[a, b]),
-        }
+        seconds = num_bytes * float(self._cluster.node_p2p_s_per_byte[a, b])
+        taken: dict[_Port, float] = {("out", sender, a != b): seconds, ("in", receiver, a != b): seconds}
         if a != b:
             taken["nic out", a, True] = num_bytes / float(self._cluster.nic_bytes_per_s[a])
             taken["nic in", b, True] = num_bytes / float(self._cluster.nic_bytes_per_s[b])

@@ -261,8 +261,7 @@ class Registry:
         elif start.section.tile_tokens is not None:
             known.model.tile(start.section.tile_tokens)
         mode = start.section.placement.mode
-        is_open = not isinstance(known.model, WholeModel) and not known.model.cuts_inputs and mode is None
-        places = mode == "documents" or is_open
+        places = mode == "documents" or (mode is None and _loader_cuts(known.model))
         _place_batches(known, agree_on_placer(world, start, replica.replica_id) if places else None)
         if world.rank == 0:
             announce_start(start)
@@ -360,16 +359,20 @@ class Registry:
         return self._replicas[plan]
 
 
+def _loader_cuts(model: SplitModel | WholeModel) -> bool:
+    """Whether the loader cuts a model's batches, so that it can place them by their documents."""
+    return not isinstance(model, WholeModel) and not model.cuts_inputs
+
+
 def _place_batches(known: PreparedModel, placer: DocumentPlacer | None) -> None:
     """Let a model's batches be placed, and observed by what compares them with forecasts or counts their zones."""
     model, start = known.model, known.start
     model.place_documents(placer, asked_for=start.section.placement.mode is not None)
     known.zones = None if placer is None else DocumentZones(placer.costs.node)
-    takes_advice = not isinstance(model, WholeModel) and not model.cuts_inputs
     observers: list[PredictionCheck | DocumentAdvice | DocumentZones] = []
     if start.forecasts:
         observers.append(known.prediction_check)
-        observers += [DocumentAdvice(start.section, start.forecasts)] if takes_advice else []
+        observers += [DocumentAdvice(start.section, start.forecasts)] if _loader_cuts(model) else []
     observers += [] if known.zones is None else [known.zones]
     model.record_batches([one.record_batch for one in observers])
 

@@ -16,9 +16,9 @@ from ds_hetero.reporting.plan_page import describe_with_run, plan_page
 from ds_hetero.reporting.run_file import RunFile, read_run
 
 
-def plan_and_run(out_help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Take a plan, a run of it, the file to write and ``--json``."""
-    plan = click.argument("plan", type=FILE)
+def plan_and_run(out_help: str, *, required: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Take a plan, which may be left out unless it is ``required``, a run of it, the file to write and ``--json``."""
+    plan = click.argument("plan", type=FILE, required=required)
     run = click.option("--run", type=FILE, help="run.json of a job that ran the plan.")
     out = click.option("--out", type=FILE, required=True, help=out_help)
     return lambda function: plan(out(run(AS_JSON(function))))

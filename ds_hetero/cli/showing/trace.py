@@ -7,17 +7,16 @@ from pathlib import Path
 
 import click
 
-from ds_hetero.cli.options import AS_JSON, FILE
+from ds_hetero.cli.options import FILE
 from ds_hetero.cli.printing import check_out, print_json, print_written, write_out
-from ds_hetero.cli.showing.report import read_both
+from ds_hetero.cli.showing.report import plan_and_run, read_both
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.reporting.recorded_step import read_recorded_step, trace_of_record
 from ds_hetero.reporting.trace import trace_of
 
 
 @click.command
-@click.argument("plan", type=FILE, required=False)
-@click.option("--run", type=FILE, help="run.json of a job that ran the plan.")
+@plan_and_run("Trace to write, .json.", required=False)
 @click.option(
     "--from-code",
     type=FILE,
@@ -25,8 +24,6 @@ from ds_hetero.reporting.trace import trace_of
     "instead of PLAN: its operations and messages with their predicted times.",
 )
 @click.option("--cluster", help="On which that step is played; left out, the one for which it was planned.")
-@click.option("--out", type=FILE, required=True, help="Trace to write, .json.")
-@AS_JSON
 def trace(
     plan: Path | None, run: Path | None, from_code: Path | None, cluster: str | None, out: Path, as_json: bool
 ) -> None:

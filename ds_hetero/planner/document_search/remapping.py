@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ds_hetero.planner.document_search.candidates import PlacedLengths, place_lengths
 from ds_hetero.planner.document_search.lanes import rank_tokens
 from ds_hetero.planner.document_search.loads import Loads, loads_of
-from ds_hetero.planner.document_search.unit_costs import UnitCosts
+from ds_hetero.planner.document_search.unit_costs import UnitCosts, members_by_node
 from ds_hetero.values.placement import Placement, TokenMove
 from ds_hetero.values.splits import share
 
@@ -120,12 +120,12 @@ def _moved_s(transfers: Iterable[TokenTransfer], costs: UnitCosts) -> float:
 
     As long as the unit that sends or receives for the longest, or the interfaces of a node.
     """
-    link_s = costs.link_s or costs.cross_s
+    between_s = costs.link_s or costs.cross_s
     by_unit: Counter[tuple[int, bool]] = Counter()  # seconds, of a unit, sending or receiving
     by_node: Counter[tuple[int, bool]] = Counter()
     for sender, receiver, tokens in transfers:
         source, target = costs.node[sender], costs.node[receiver]
-        token_s = costs.receive_s[source] if source == target else max(link_s[source], link_s[target])
+        token_s = costs.receive_s[source] if source == target else max(between_s[source], between_s[target])
         for unit, node, sends in ((sender, source, True), (receiver, target, False)):
             by_unit[unit, sends] += tokens * token_s  # type: ignore[assignment]
             by_node[node, sends] += tokens * costs.cross_s[node] * (source != target)  # type: ignore[assignment]
@@ -173,9 +173,7 @@ def remap(have: Sequence[int], want: Sequence[int], node: Sequence[int], costs: 
     surplus = [a - b for a, b in zip(have, want, strict=True)]
     _, sends = least_remap_s(surplus, node, *link_s(costs))
     matched = _matched(surplus, node)
-    by_node: list[list[int]] = [[] for _ in matched]
-    for index, where in enumerate(node):
-        by_node[where].append(index)
+    by_node = members_by_node(tuple(node))
     inside = [0] * len(have)
     for count, members in zip(map(round, matched), by_node, strict=True):
         if count:

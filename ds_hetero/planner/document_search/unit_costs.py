@@ -138,7 +138,7 @@ class UnitCosts:
     @property
     def units_by_node(self) -> tuple[tuple[int, ...], ...]:
         """Units of every node, ascending."""
-        return _units_by_node(self.node)
+        return members_by_node(self.node)
 
     def limited(self, max_tokens: int) -> UnitCosts:
         """The same costs where no unit may hold more than ``max_tokens`` tokens."""
@@ -181,11 +181,12 @@ class UnitCosts:
 
 
 @lru_cache(maxsize=64)
-def _units_by_node(node: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    units: list[list[int]] = [[] for _ in range(max(node) + 1)]
-    for unit, where in enumerate(node):
-        units[where].append(unit)
-    return tuple(map(tuple, units))
+def members_by_node(node: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Units, or ranks, of every node, ascending, from the node of each."""
+    members: list[list[int]] = [[] for _ in range(max(node) + 1)]
+    for member, where in enumerate(node):
+        members[where].append(member)
+    return tuple(map(tuple, members))
 
 
 WORTH_PROXIES = 0.9  # three hops are more messages than one

@@ -81,6 +81,8 @@ class DocumentPlacer:
             stream = stream_placement(schedule, length)
         except (BatchError, ScheduleError):  # too little memory, as predicted; fewer tokens than ranks
             return None
+        if placed.is_stream:
+            return None
         placed_s, stream_s = (
             placement_loads(placement, documents, self.costs).predicted_s + self.costs.step_s
             for placement in (placed, stream)
