@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.documents.contenders import DOCUMENTS, AtOnce, PackedBatch
-from benchmarks.documents.run import ALL_CORES, FRAGMENT_ROWS, NODES, RUNS_AT_ONCE, SPEEDS
+from benchmarks.documents.contenders import DOCUMENTS, PackedBatch
+from benchmarks.documents.run import ALL_CORES, NODES, SPEEDS, costs_at_speeds, run_at_once
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import RankLab, emulate
 from benchmarks.measure.contenders import Contender, Shape
 from benchmarks.measure.results import FOLDER, header, progress, write
-from benchmarks.measure.turns import take_turns, timed_run
+from benchmarks.measure.turns import take_turns
 from ds_hetero.planner.documents import UnitCosts
 from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
 from ds_hetero.runtime.attention import attention as attention_module
@@ -109,22 +109,10 @@ def _run_as(layer: Callable[[], object], in_reverse: bool, by_order: bool) -> Ca
 
 def _costs(batch: PackedBatch, cores: Sequence[float], link_bit_per_s: float | None) -> UnitCosts:
     """Of attention alone, by the rates of all ranks at once. Caller: every rank."""
-    at_once = AtOnce(batch, SHAPE, cores)
-    for _ in range(RUNS_AT_ONCE):
-        timed_run(at_once)
+    at_once = run_at_once(batch, SHAPE, cores)
     rates = [median(of_rank) for of_rank in zip(*at_once.rates(), strict=True)]
-    edge = at_once.edge_tokens()
-    kv_bytes = 2 * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 4
-    cross_s = kv_bytes * 8 / link_bit_per_s if link_bit_per_s else 0.0
-    return UnitCosts(
-        token_s=tuple(max(edge, 1e-3) / batch.squares / rate for rate in rates),
-        square_s=tuple(1 / batch.squares / rate for rate in rates),
-        most_tokens=(10**9,) * len(rates),
-        node=NODES,
-        receive_s=(0.0, 0.0),
-        cross_s=(cross_s, cross_s),
-        fragment_rows=FRAGMENT_ROWS,
-    )
+    edge = max(at_once.edge_tokens(), 1e-3)
+    return costs_at_speeds(SHAPE, rates, edge / batch.squares, 1 / batch.squares, link_bit_per_s)
 
 
 def main(words: Sequence[str]) -> None:

@@ -27,15 +27,15 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.documents.contenders import AtOnce, PackedBatch, engine_step
+from benchmarks.documents.contenders import PackedBatch, engine_step
 from benchmarks.documents.plan import SPEEDS as PLANNED_SPEEDS
 from benchmarks.documents.plan import costs_of
-from benchmarks.documents.run import ALL_CORES, BUILDING_CORES, FRAGMENT_ROWS, NODES, RUNS_AT_ONCE, SPEEDS, solve_step
+from benchmarks.documents.run import ALL_CORES, BUILDING_CORES, SPEEDS, run_at_once, step_costs
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import RankLab, emulate
 from benchmarks.measure.contenders import Shape
 from benchmarks.measure.results import FOLDER, header, progress, write
-from benchmarks.measure.turns import take_turns, timed_run
+from benchmarks.measure.turns import take_turns
 from ds_hetero.planner.document_search.placement_loads import placement_loads
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts
 from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
@@ -164,26 +164,15 @@ def _with_slower_attention(costs: UnitCosts, factors: Sequence[int]) -> UnitCost
 
 
 def _costs(lab: RankLab, cores: Sequence[float], link_bit_per_s: float | None) -> UnitCosts:
-    """Of a step, on ranks with these speeds; links inside nodes count as free. Caller: every rank."""
-    at_once = AtOnce(OF_ALL_LENGTHS, SHAPE, cores)
-    for _ in range(RUNS_AT_ONCE):
-        timed_run(at_once)
-    with lab.at_speed(ALL_CORES):  # rank 0 alone, the others wait
-        token_s, square_s, once_s = (seconds * ALL_CORES for seconds in solve_step(SHAPE, TOKENS))
-    edge_s = min(at_once.edge_tokens() * square_s, token_s / 2)
-    kv_bytes = 2 * 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 4  # gradients too
-    cross_s = SHAPE.num_layers * kv_bytes * 8 / link_bit_per_s if link_bit_per_s else 0.0
-    return UnitCosts(
-        token_s=tuple(token_s / speed for speed in cores),
-        square_s=tuple(square_s / speed for speed in cores),
-        most_tokens=(10**9,) * len(cores),
-        node=NODES,
-        receive_s=(0.0, 0.0),
-        cross_s=(cross_s, cross_s),
-        exchange_per_receive=(SHAPE.num_heads + SHAPE.num_kv_heads) / SHAPE.num_kv_heads,
-        fragment_rows=FRAGMENT_ROWS,
-        edge_s=tuple(edge_s / speed for speed in cores),
-        step_s=once_s / len(cores) / min(cores),
+    """Of a step, on ranks with these speeds. Caller: every rank."""
+    edge_tokens = run_at_once(OF_ALL_LENGTHS, SHAPE, cores).edge_tokens()
+    costs = step_costs(lab, SHAPE, TOKENS, link_bit_per_s)
+    times = zip(costs.token_s, costs.square_s, strict=True)
+    return replace(
+        costs,
+        # q, k, v, the output and their gradients, over the three times that keys and values travel
+        exchange_per_receive=2 * (SHAPE.num_heads + SHAPE.num_kv_heads) / (3 * SHAPE.num_kv_heads),
+        edge_s=tuple(min(edge_tokens * square_s, token_s / 2) for token_s, square_s in times),
     )
 
 

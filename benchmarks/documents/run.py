@@ -166,7 +166,7 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
     case: dict[str, Any] = {"scope": scope, "speeds": speeds, "distribution": distribution}
     has_bounds = not plan.brief or (scope, speeds, distribution) == (ATTENTION, "4:3:2:1", "arxiv")
     if scope == STEP:
-        costs = _step_costs(lab, plan)
+        costs = step_costs(lab, plan.shape, plan.tokens, plan.link_bit_per_s)
         names = (STOCK, STREAM, OVER_ALL, DOCUMENTS, ALONE) if speeds == "4:3:2:1" else (STREAM, DOCUMENTS, ALONE)
         names = (STREAM, DOCUMENTS) if plan.brief else names
         with lab.at_speed(BUILDING_CORES):  # DeepSpeed's engines are built for minutes on a tenth of a core
@@ -174,12 +174,10 @@ def _case(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution: st
         case |= _predicted(batch, proportional(cores, plan.shape.num_heads, plan.shape.num_kv_heads), costs)
     else:
         alone = alone_layer(batch, plan.shape)
-        at_once = AtOnce(batch, plan.shape, cores)
-        for _ in range(RUNS_AT_ONCE):
-            timed_run(at_once)
+        at_once = run_at_once(batch, plan.shape, cores)
         rates = case["rates_at_once"] = [median(of_rank) for of_rank in zip(*at_once.rates(), strict=True)]
         edge = case["edge_tokens"] = at_once.edge_tokens()
-        costs = _costs(plan, 1, edge / batch.squares, 1 / batch.squares, rates)
+        costs = costs_at_speeds(plan.shape, rates, edge / batch.squares, 1 / batch.squares, plan.link_bit_per_s)
         names = (STREAM, DOCUMENTS) if plan.brief else (STREAM, OVER_ALL, DOCUMENTS)
         actions, placements = layer_actions(batch, plan.shape, rates, costs, names)
         case |= _predicted(batch, placements[STREAM].schedule, costs)
@@ -224,7 +222,7 @@ def _renewal(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution:
     asked = [share * sum(lab.cluster.cores) / sum(SPEEDS[speeds]) for share in SPEEDS[speeds]]
     batch = plan.batch(distribution)
     schedule = proportional(cores, plan.shape.num_heads, plan.shape.num_kv_heads)
-    costs = _step_costs(lab, plan)
+    costs = step_costs(lab, plan.shape, plan.tokens, plan.link_bit_per_s)
     replan = {"enabled": True, "interval_steps": 3}
     step, alone = engine_step(DOCUMENTS, batch, plan.shape, schedule, costs, replan), alone_step(batch, plan.shape)
     alone()
@@ -248,11 +246,26 @@ def _renewal(lab: RankLab, plan: RunPlan, scope: str, speeds: str, distribution:
     }
 
 
-def _costs(plan: RunPlan, num_layers: int, token_s: float, square_s: float, speeds: Sequence[float]) -> UnitCosts:
+def run_at_once(batch: PackedBatch, shape: Shape, cores: Sequence[float]) -> AtOnce:
+    """Attention of all ranks at once, run as often as its rates take. Caller: every rank."""
+    at_once = AtOnce(batch, shape, cores)
+    for _ in range(RUNS_AT_ONCE):
+        timed_run(at_once)
+    return at_once
+
+
+def costs_at_speeds(
+    shape: Shape,
+    speeds: Sequence[float],
+    token_s: float,
+    square_s: float,
+    link_bit_per_s: float | None,
+    *,
+    num_layers: int = 1,
+) -> UnitCosts:
     """Costs of ranks with these speeds, by the times at speed 1; links inside nodes count as free."""
-    shape = plan.shape
     kv_bytes = 3 * 2 * shape.num_kv_heads * shape.head_dim * torch.float32.itemsize  # forward, backward and gradients
-    cross_s = num_layers * kv_bytes * 8 / plan.link_bit_per_s if plan.link_bit_per_s else 0.0
+    cross_s = num_layers * kv_bytes * 8 / link_bit_per_s if link_bit_per_s else 0.0
     return UnitCosts(
         token_s=tuple(token_s / speed for speed in speeds),
         square_s=tuple(square_s / speed for speed in speeds),
@@ -264,24 +277,26 @@ def _costs(plan: RunPlan, num_layers: int, token_s: float, square_s: float, spee
     )
 
 
-def _step_costs(lab: RankLab, plan: RunPlan) -> UnitCosts:
+def step_costs(lab: RankLab, shape: Shape, tokens: int, link_bit_per_s: float | None) -> UnitCosts:
     """Costs of a training step: by token, by square, and once.
 
     Of what a step costs once the optimizer is most; ZeRO divides it evenly, so that the slowest rank takes longest.
+
+    Caller: every rank.
     """
-    if plan.tokens not in _solved:
+    if tokens not in _solved:
         with lab.at_speed(ALL_CORES):  # rank 0 alone, the others wait
-            _solved[plan.tokens] = [seconds * ALL_CORES for seconds in solve_step(plan.shape, plan.tokens)]
-    token_s, square_s, once_s = _solved[plan.tokens]
+            _solved[tokens] = [seconds * ALL_CORES for seconds in _solve_step(shape, tokens)]
+    token_s, square_s, once_s = _solved[tokens]
     cores = [speed.measured for speed in lab.speeds]
-    costs = _costs(plan, plan.shape.num_layers, token_s, square_s, cores)
+    costs = costs_at_speeds(shape, cores, token_s, square_s, link_bit_per_s, num_layers=shape.num_layers)
     return replace(costs, step_s=once_s / len(cores) / min(cores))
 
 
 _solved: dict[int, list[float]] = {}  # by tokens of a batch: core seconds by token, by square and once
 
 
-def solve_step(shape: Shape, tokens: int) -> list[float]:
+def _solve_step(shape: Shape, tokens: int) -> list[float]:
     """Seconds per token, diagonals included, per square of a length, and once, of a step of rank 0 alone.
 
     From three batches: many short documents, half of these, and one document.
