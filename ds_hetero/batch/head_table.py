@@ -128,12 +128,7 @@ class MoveTable:
     takes: tuple[int, ...]  # attended to, held by these ranks
 
     def sizes(self, unit: int, *, back: bool = False) -> tuple[list[int], list[int]]:
-        """Elements that this rank sends to, and receives from, each rank.
-
-        Args:
-            unit: elements of one token.
-            back: after attention.
-        """
+        """Elements that this rank sends to, and receives from, each rank; ``unit`` are those of one token."""
         sent, received = ([tokens * unit for tokens in of_rank] for of_rank in (self.gives, self.takes))
         return (received, sent) if back else (sent, received)
 

@@ -20,11 +20,7 @@ from ds_hetero.values.schedule import Schedule
 
 
 class KernelCall(NamedTuple):
-    """One kernel call.
-
-    Args:
-        queries: index into this rank's [B, h, S, ...] tensors of the lane: rows, heads, tokens.
-    """
+    """One kernel call. ``queries``: index into this rank's [B, h, S, ...] tensors of the lane: rows, heads, tokens."""
 
     queries: tuple[slice, slice, slice]
     keys: tuple[slice, slice, slice]  # index into one sub-ring's [B, heads, tokens, D] keys and values

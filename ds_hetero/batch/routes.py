@@ -261,12 +261,7 @@ class Round(NamedTuple):
 
 
 class RoundsOf:
-    """The rounds of one position as they are put together.
-
-    Args:
-        steps: number of rounds.
-        position: of the member whose rounds they are.
-    """
+    """The rounds, so many as ``steps``, of the member at ``position`` as they are put together."""
 
     def __init__(self, steps: int, position: int) -> None:
         self._position = position

@@ -9,11 +9,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code.
-
-    Args:
-        arguments: without the program's name; those of this process if left out.
-    """
+    """Run the command line and return the exit code; ``arguments`` are without the program's name."""
     from ds_hetero.cli.app import app
     from ds_hetero.errors import HeteroError
 

@@ -125,11 +125,7 @@ def read_lengths(path: str) -> list[int]:
 
 
 def read_distribution(source: str) -> LengthDistribution:
-    """A published distribution by name, or a file of lengths of which every one is as likely.
-
-    Raises:
-        PlanError: neither a name nor a readable file.
-    """
+    """A published distribution by name, or a file of lengths that are equally likely. Raises `PlanError`: neither."""
     from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS, LengthDistribution
 
     if source in DISTRIBUTIONS and not is_file(source):

@@ -48,11 +48,7 @@ def check_out(out: Path | None, option: str = "--out", endings: Sequence[str] = 
 
 
 def write_out(out: Path, text: str) -> None:
-    """Write the file that ``--out`` names.
-
-    Raises:
-        PlanError: it cannot be written, for a reason that `check_out` does not see, such as a full disk.
-    """
+    """Write the file that ``--out`` names. Raises `PlanError` for what `check_out` does not see: a full disk."""
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -110,32 +110,20 @@ class Scenario(PlanScenario):
 
     @property
     def cost(self) -> CostModel:
-        """The cost model of one replica on the cluster.
-
-        Raises:
-            PlanError: the replica has fewer tokens than ranks, or the cost model is unknown.
-        """
+        """The cost model of one replica. Raises `PlanError`: more ranks than tokens, or an unknown cost model."""
         check_workload(self.cluster, self.workload)
         return make_cost_model(self.cost_model, self.cluster, self.model, self.workload)
 
     @property
     def cost_of_documents(self) -> CalibratedCostModel:
-        """The cost model, if it is one that places documents.
-
-        Raises:
-            PlanError: it is not, or see `cost`.
-        """
+        """The cost model, if it is one that places documents. Raises `PlanError`: it is not, or see `cost`."""
         cost = self.cost
         if not isinstance(cost, CalibratedCostModel):
             raise PlanError(f"documents are placed under the calibrated cost model, not the {cost.name} one.")
         return cost
 
     def stage_costs(self, cluster: Cluster | None = None) -> StageCosts:
-        """Return the cost model of pipelines, on the cluster or on another one.
-
-        Raises:
-            PlanError: the cost model is unknown.
-        """
+        """Return the cost model of pipelines, on this or another cluster. Raises `PlanError`: it is unknown."""
         from ds_hetero.cost.stages.hexiscale import make_stage_costs
         from ds_hetero.planner.pipeline_search.blocks import ScheduleFinder
 
@@ -305,11 +293,7 @@ def read_schedule(source: str, cost: CostModel) -> Schedule:
 
 
 def read_plan_file(path: Path) -> Plan:
-    """Read a plan file, or what ``ds-hetero plan --json`` printed.
-
-    Raises:
-        PlanError, ScheduleError: it cannot be read, or is no plan.
-    """
+    """Read a plan file, or what ``ds-hetero plan --json`` printed. Raises `PlanError` or `ScheduleError`."""
     data = read_file(path, "plan", PlanError)
     return read_plan(data["plan"] if isinstance(data, dict) and "plan" in data else data)
 

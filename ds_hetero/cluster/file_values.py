@@ -98,11 +98,7 @@ def whole_number(where: str, value: Any, or_else: str = "") -> int:
 
 
 def check_cluster_file(option: str, file: Path) -> None:
-    """Refuse a name that does not say which format the file shall have.
-
-    Raises:
-        ClusterError: it ends in neither ``.yaml`` nor ``.json``.
-    """
+    """Refuse a file name that ends in neither ``.yaml`` nor ``.json``. Raises `ClusterError`."""
     if file.suffix not in (".json", ".yaml", ".yml"):
         raise ClusterError(f"{option} must end in .yaml or .json, got {shortened(str(file))}.")
 

@@ -109,11 +109,7 @@ def read_notation(gpus: str, network: str | None = None, nics: int | None = None
 
 
 def network_gb_per_s(where: str, text: str) -> float:
-    """Read the rate of a link: ``25`` and ``25GB/s`` are 25 x 10^9 bytes a second, ``200Gbit/s`` is the same.
-
-    Raises:
-        ClusterError: no such number or unit.
-    """
+    """Read the rate of a link: ``25``, ``25GB/s`` and ``200Gbit/s`` are the same. Raises `ClusterError`: it is none."""
     match = _RATE.fullmatch(text.strip())
     unit = _UNITS.get(match["unit"].lower()) if match else None
     try:
@@ -281,11 +277,7 @@ def with_prices(cluster: Cluster, prices: dict[str, float]) -> Cluster:
 
 
 def with_host_memory(cluster: Cluster, gib: float | None) -> Cluster:
-    """Return the cluster with this memory in every machine, for offloads; None leaves it as it is.
-
-    Raises:
-        ClusterError: it is not above zero.
-    """
+    """Return the cluster with so much memory in every machine, for offloads. Raises `ClusterError`: not above zero."""
     if gib is None:
         return cluster
     has = number("--host-memory", gib) * GIB

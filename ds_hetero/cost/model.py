@@ -256,11 +256,7 @@ class CostModel(ABC):
         return Grouping.of_schedule(self.cluster, schedule), tokens_D, heads_D
 
     def predict(self, schedule: Schedule) -> Prediction:
-        """Predict time and memory of one schedule, in whole tokens.
-
-        Raises:
-            PlanError: the schedule's ranks or heads are not those of the cluster and the model.
-        """
+        """Predict time and memory of a schedule, in whole tokens. Raises `PlanError`: its ranks or heads are others."""
         flat = self.arrays(schedule)
         work = self.workload
         terms = self.terms(*flat)

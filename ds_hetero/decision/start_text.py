@@ -197,11 +197,7 @@ def searched_text(searched: SearchedPipelines) -> str:
 
 
 def judged_text(costs: StageCosts, finished: Finished) -> str:
-    """The prediction of a given plan, and what decides it.
-
-    Args:
-        finished: from `ds_hetero.planner.pipelines.given.judge_given`.
-    """
+    """The prediction of a given plan, from `judge_given`, and what decides it."""
     lines = [f"predicted:  {time_text(finished.step_s)} per step"]
     lines += [f"{'why:' if i == 0 else '':12}{reason}" for i, reason in enumerate(reasons_of(costs, finished))]
     return "\n".join(lines)

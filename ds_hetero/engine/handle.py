@@ -73,11 +73,7 @@ class Handle:
 
     @property
     def replica(self) -> Replica:
-        """This rank's place in its replica.
-
-        Raises:
-            ConfigError: no model has been prepared with a "heterogeneity" section yet.
-        """
+        """This rank's place in its replica. Raises `ConfigError`: no model with a section has been prepared yet."""
         return self._prepared.model.replica
 
     @property

@@ -89,10 +89,7 @@ def is_kept_by_launcher(hostname: str, port: int) -> bool:
 
 @functools.cache
 def announce_lost_restarts() -> None:
-    """Say once, on rank 0, that this job cannot be started again: its process group was made too early for `install`.
-
-    Caller: every rank, with a process group.
-    """
+    """Say once, on rank 0, that this job's process group was made too early to be started again; every rank."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_kept and restarts and not _has_named_store and dist.get_world_size() > 1 and dist.get_rank() == 0:

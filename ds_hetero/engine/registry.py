@@ -268,10 +268,7 @@ class Registry:
         return known
 
     def monitor_steps(self, prepared: PreparedModel, steps_per_print: float | None, writer: EventWriter) -> StepMonitor:
-        """Make what observes an engine's steps, and changes the plan if the section says so.
-
-        Caller: every rank of the world, when the engine has been built.
-        """
+        """Make what observes an engine's steps, and changes the plan if the section says so; on every rank."""
         weak = weakref.ref(prepared)  # the monitor reports when the process exits, and would keep the model until then
 
         def change_plan(plan: Plan) -> None:

@@ -94,11 +94,7 @@ class WholeModel:
         """Nothing is split, so there is nothing to compare."""
 
     def declare_loss(self, convention: str | None) -> None:
-        """Set `loss_convention`.
-
-        Raises:
-            ConfigError: ``convention`` is of a batch that is split, or replicas take the same batches; on every rank.
-        """
+        """Set `loss_convention`. Raises `ConfigError` on every rank where it is of split, or of equal batches."""
         name, split = type(self.model).__name__, self.replica.batch_split
         if convention not in (None, "replica_mean", *UnitCounts._fields):
             raise ConfigError(
@@ -190,11 +186,7 @@ class WholeModel:
         self._is_compared, self._loss_of_model = True, None
 
     def expect_section(self, section: HeterogeneitySection) -> None:
-        """Refuse what changes or computes parts of sequences.
-
-        Raises:
-            ConfigError: ``section`` asks for tiles, or for changes of the schedule; on every rank.
-        """
+        """Refuse what changes or computes parts of sequences: tiles, other schedules. Raises `ConfigError`."""
         name = type(self.model).__name__
         if section.tile_tokens is not None:
             raise ConfigError(
@@ -210,11 +202,7 @@ class WholeModel:
             )
 
     def place_documents(self, placer: Placer | None, *, asked_for: bool = True) -> None:
-        """Refuse documents, which only a split batch has placed.
-
-        Raises:
-            ConfigError: there is a placer; on every rank.
-        """
+        """Refuse documents, which only a split batch has placed. Raises `ConfigError` on every rank."""
         if placer is not None:
             raise ConfigError(
                 f'"{SECTION}.placement": "documents" places the tokens of split batches, but '
@@ -260,23 +248,12 @@ class WholeModel:
             self._has_loss = False
 
     def expect_used(self) -> None:
-        """Refuse to go on while the micro-batch that was given last had no loss.
-
-        Raises:
-            StepError: it had none.
-        """
+        """Refuse to go on while the micro-batch that was given last had no loss. Raises `StepError`: it had none."""
         if self._batch is not None and not self._has_loss:
             raise StepError(f"a batch was left out: the next one was taken before engine.backward(loss). {REMEDY}")
 
     def batch_at(self, micro_step: int) -> MicroBatchWeights:
-        """Return the micro-batch that a loss is of.
-
-        Args:
-            micro_step: see `micro_step`.
-
-        Raises:
-            BatchError: it is not known, or belongs to another micro-step.
-        """
+        """Return the micro-batch that a loss is of. Raises `BatchError`: it is not known, or of another micro-step."""
         if self._batch is None:
             raise BatchError(
                 f"{type(self.model).__name__} takes different batches on the ranks, and how many samples this one has "
@@ -332,11 +309,7 @@ class WholeModel:
             reader.change(replica.batch_split, max(newest) + 1)
 
     def note_reader(self, reader: ReplicaSampler | ReplicaStream | None) -> None:
-        """Let a reader of samples follow the batches of the ranks; the same on all of them.
-
-        Raises:
-            BatchError: batches are to change, and the loader's cannot.
-        """
+        """Let a reader of samples follow the ranks' batches. Raises `BatchError`: the loader's cannot change."""
         split = self.replica.batch_split
         if self.changes_batches and not isinstance(reader, ReplicaSampler):
             raise BatchError(
@@ -418,11 +391,7 @@ def _expect_no_router_loss(model: nn.Module, batch: Batch) -> None:
 
 
 def _expect_no_statistics(model: nn.Module) -> None:
-    """Refuse layers whose result for a sample depends on the others of its micro-batch.
-
-    Raises:
-        ModelError: the module has batch normalization in training.
-    """
+    """Refuse layers that mix samples of a micro-batch. Raises `ModelError`: batch normalization in training."""
     names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
     if names:
         raise ModelError(

@@ -206,10 +206,7 @@ class AsymmetricGradientSync:
             self._unpack(in_flight.popleft())
 
     def grad_norm(self) -> float:
-        """Norm of the gradient of the whole model, every element counted once; after `finish`.
-
-        Collectives: one all_reduce of a number.
-        """
+        """Norm of the whole model's gradient, elements counted once; after `finish`. Collectives: one all_reduce."""
         gradients = [parameter.grad for parameter in self.owned.values() if parameter.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._device)
         for gradient in gradients:

@@ -143,10 +143,7 @@ class BucketTransfer:
                     part.copy_(shard.view(tensor, box))
 
     def start_reduce(self) -> None:
-        """Send the owners what was packed; every contributor does.
-
-        Collectives: one all_to_all_single, not waited for.
-        """
+        """Send the owners what was packed; on every rank. Collectives: one all_to_all_single, not waited for."""
         send = self._empty(0) if self._send is None else self._send
         if self._group is None:
             self._received = send
@@ -163,10 +160,7 @@ class BucketTransfer:
     # --- to the holders -----------------------------------------------------------------------------
 
     def start_gather(self, values: Sequence[Tensor]) -> None:
-        """Send the values of the owned chunks, in their order, to everybody who holds them.
-
-        Collectives: one all_to_all_single, not waited for.
-        """
+        """Send the owned chunks to everybody who holds them. Collectives: one all_to_all_single, not waited for."""
         payload = self._empty(self._owned_size)
         for part, value in zip(payload.split_with_sizes([chunk.size for chunk in self.owned]), values, strict=True):
             part.copy_(value)
@@ -289,11 +283,7 @@ def _view(values: Tensor, boxes: Sequence[Box], part: Box) -> Tensor:
 
 
 def replicas_of(layouts: Mapping[str, ParameterLayout]) -> tuple[tuple[int, ...], ...]:
-    """Ranks of every replica, ascending.
-
-    Raises:
-        SyncError: there are no layouts, they do not have the same number of replicas, or they place a rank in two.
-    """
+    """Ranks of every replica, ascending. Raises `SyncError`: layouts do not say them, or place a rank in two."""
     counts = {len(layout.cuts) for layout in layouts.values()}
     if len(counts) != 1:
         raise SyncError(f"layouts have one cut for every replica, the same number in each; got {sorted(counts)}.")
@@ -366,11 +356,7 @@ def _expect_valid(
     rank: int,
     world_size: int,
 ) -> None:
-    """Check what this rank can know alone.
-
-    Raises:
-        SyncError: layouts contradict one another, or this rank's parameters are not those of its shards.
-    """
+    """Refuse layouts that contradict each other or this rank's parameters. Raises `SyncError`."""
     for name, layout in layouts.items():
         owners = [] if layout.owners is None else [layout.owners]
         outside = [r for cut in (*layout.cuts, *owners) for r in cut.ranks if not 0 <= r < world_size]

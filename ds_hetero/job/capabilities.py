@@ -108,11 +108,7 @@ def own_capabilities(facts: JobFacts, rank: int) -> str:
 
 
 def capability_lines(by_rank: Sequence[str]) -> list[str]:
-    """A line for every kind of ranks, where they are not all alike; none where they are.
-
-    Args:
-        by_rank: `own_capabilities` of every rank.
-    """
+    """A line for every kind of ranks, by their `own_capabilities`; none where all are alike."""
     kinds = ranks_by_value(enumerate(by_rank))
     return [f"{ranks_text(ranks)}: {text}" for text, ranks in kinds.items()] if len(kinds) > 1 else []
 

@@ -71,11 +71,7 @@ def begin(folder: Path) -> Path:
 
 
 def publish(folder: Path) -> None:
-    """Put the draft, which is whole, in the place of the folder.
-
-    Raises:
-        OSError: the file system refuses a rename, or to delete the checkpoint of before.
-    """
+    """Put the draft, which is whole, in the place of the folder. Raises `OSError`: the file system refuses it."""
     recover(folder)
     if folder.exists():
         os.rename(folder, _replaced(folder))
@@ -102,11 +98,7 @@ def discard(folder: Path) -> None:
 
 
 def expect_finished(folder: Path) -> None:
-    """Refuse a folder that holds no finished checkpoint.
-
-    Raises:
-        CheckpointError: it does not exist, or is what a save that was cut off has left.
-    """
+    """Refuse a folder that holds no finished checkpoint. Raises `CheckpointError`."""
     if folder.name.endswith(DRAFT):
         raise CheckpointError(f"{folder} is what a save that was cut off has left. Load a checkpoint that is finished.")
     if not folder.is_dir():
@@ -266,45 +258,25 @@ def file_name(number: int, count: int) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder where there is none.
-
-    Raises:
-        CheckpointError: it cannot be made.
-    """
+    """Make a folder where there is none. Raises `CheckpointError`: it cannot be made."""
     with _naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write one file. Raises `CheckpointError`: it cannot be written."""
     with _naming(path):
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index of a folder.
-
-    Args:
-        files: name of the file of every tensor.
-        total_bytes: of all tensors.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write the index of a folder: the file of every tensor, and bytes in all. Raises `CheckpointError`."""
     content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     write_text(folder / "model.safetensors.index.json", json.dumps(content, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write a text file. Raises `CheckpointError`: it cannot be written."""
     with _naming(path):
         path.write_text(text, encoding="utf-8")
 

@@ -282,11 +282,7 @@ ZONES = ("local", "node", "cluster")
 
 
 class DocumentZones:
-    """Counts the tokens of this replica's batches by zone, see `ds_hetero.values.placement.Lane.zone`.
-
-    Args:
-        node: of every unit of the replica's schedule.
-    """
+    """Counts the tokens of this replica's batches by `ds_hetero.values.placement.Lane.zone`; ``node`` of every unit."""
 
     def __init__(self, node: Sequence[int]) -> None:
         self._node = node

@@ -99,11 +99,7 @@ class Observers:
 
 
 def steps_between(steps_per_print: float | None) -> int:
-    """Steps between two observations without re-planning.
-
-    Args:
-        steps_per_print: of the configuration; None or infinite, as accelerate sets it, if it does not say.
-    """
+    """Steps between observations without re-planning: those of the configuration's prints, if it has some."""
     return int(steps_per_print) if steps_per_print and isfinite(steps_per_print) else USUAL_INTERVAL
 
 
@@ -340,11 +336,7 @@ class PredictionCheck:
             self._batches.append((batch.placement.schedule, batch.placement.length, batch.batch_size))
 
     def record_step(self, now_s: float) -> None:
-        """Take note that an optimizer step is done, of the batches recorded since the last one.
-
-        Args:
-            now_s: of a clock that only goes forward.
-        """
+        """Take note that an optimizer step of the recorded batches is done, by a clock that only goes forward."""
         if self._last_s is not None and self._batches:
             self._num_steps += 1
             if self._num_steps == WARM_UP:  # the first one took no part, as nothing came before it

@@ -42,11 +42,7 @@ class PlanSearch(Protocol):
     """Search for a faster plan at the measured speeds; on rank 0."""
 
     def propose(self, step: int, plan: Plan, seen: JobTimes) -> Sequence[PlanChange]:
-        """Return the changes that these times call for; none where they gain too little.
-
-        Args:
-            seen: since the last observation.
-        """
+        """Changes that the times since the last observation call for; none where they gain too little."""
 
     def predicted_gain(self, plan: Plan, seen: JobTimes) -> float | None:
         """Return the share of a step that another plan would save; None where nothing can be said."""
@@ -241,11 +237,7 @@ class Replanning:
 
 
 def _expect_same_job(saved: Plan, plan: Plan) -> None:
-    """Refuse a plan that is not for the ranks, batches and model of ``plan``.
-
-    Raises:
-        PlanError: names what differs.
-    """
+    """Refuse a plan that is not for the ranks, batches and model of ``plan``. Raises `PlanError`: what differs."""
     ranks, saved_ranks = ([pipeline.ranks for pipeline in of.pipelines] for of in (plan, saved))
     if not saved.is_replicas or ranks != saved_ranks:
         raise PlanError(f"it is for other replicas, of the ranks {shortened(saved_ranks)}.")

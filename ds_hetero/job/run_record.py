@@ -50,12 +50,7 @@ class Snapshot:
 
     @classmethod
     def take(cls, device: torch.device, ranges: Sequence[NamedRange]) -> Snapshot:
-        """Of this rank.
-
-        Args:
-            device: where it computes.
-            ranges: of its latest step; left out where they are more than a trace can show.
-        """
+        """Of this rank on its ``device``; ``ranges`` of its latest step that are too many for a trace are left out."""
         if device.type == "cuda":
             name, memory_bytes = torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device)
         else:
@@ -98,12 +93,7 @@ class RunRecord:
         self._written_s, self._writing_s = time.monotonic(), 0.0
 
     def add(self, step: int, seen: JobTimes, totals: Sequence[RankTimes]) -> None:
-        """Keep an observation, and write the file if that is cheap.
-
-        Args:
-            seen: since the last observation.
-            totals: of all ranks since the first one.
-        """
+        """Keep an observation and the totals since the first one; write the file if that is cheap."""
         self._totals = list(totals)
         self._observations.append(
             {
@@ -124,11 +114,7 @@ class RunRecord:
         self._traced_step, self._snapshots = step, list(snapshots)
 
     def end(self, reason: str | None = None) -> None:
-        """Write the file for the last time.
-
-        Args:
-            reason: why the job ends; left out, the error that ends this process, if there is one.
-        """
+        """Write the file for the last time; left out, the ``reason`` is the error that ends this process, if any."""
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if reason is None and error is not None and error is not self._error_before:
             reason = f"{type(error).__name__}: {error}"

@@ -72,11 +72,7 @@ class LayerSearch:
 
 
 def best_layer_change(step: int, plan: Plan, seen: JobTimes) -> LayerChange:
-    """Return the layers with which the pipelines are predicted to be fastest.
-
-    Args:
-        plan: that the steps ran under.
-    """
+    """Return the layers with which the pipelines are predicted to be fastest. ``plan``: that the steps ran under."""
     before_s = after_s = 0.0
     layers = []
     for pipeline, times in zip(plan.pipelines, seen.pipelines, strict=True):

@@ -196,14 +196,7 @@ def _by_device(slow_types: Sequence[str | None]) -> str:
 
 
 def expect_same_sections(sections: Sequence[HeterogeneitySection | None]) -> None:
-    """Refuse sections that differ between ranks.
-
-    Args:
-        sections: by rank; None where there is none.
-
-    Raises:
-        ConfigError: names key, ranks and values.
-    """
+    """Refuse sections, by rank, that differ. Raises `ConfigError`: names key, ranks and values."""
     _expect_equal(
         [
             {} if section is None else dict(_leaves(section.model_dump(exclude_unset=True), SECTION))

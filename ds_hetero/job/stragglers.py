@@ -38,11 +38,7 @@ OF_LAYERS = Remedy("Moving layers is", '"replan": {"enabled": true}')
 
 
 def scores(own_s: Sequence[float]) -> list[float]:
-    """Score of every rank; 1 for ranks without work.
-
-    Args:
-        own_s: seconds that each rank computes in a step.
-    """
+    """Score of every rank; 1 for ranks without work. ``own_s``: seconds that each rank computes in a step."""
     working = [seconds for seconds in own_s if seconds > 0]
     typical_s = median_low(working) if working else 0.0
     return [min(typical_s / seconds, 1.0) if seconds > 0 else 1.0 for seconds in own_s]
@@ -63,14 +59,7 @@ class Stragglers:
         self.named: set[int] = set()
 
     def observe(self, step: int, seen: JobTimes) -> list[str]:
-        """Take an observation into account.
-
-        Args:
-            seen: of all ranks.
-
-        Returns:
-            What there is to say now.
-        """
+        """Take an observation of all ranks into account; return what there is to say now."""
         own_s = [rank.own_median_s for rank in seen.ranks]
         lines = []
         for rank, score in enumerate(scores(own_s)):

@@ -378,12 +378,7 @@ def times_of_passes(plan: Plan, ranks: Sequence[RankTimes], steps: Sequence[Step
 
 
 def measure_pipeline(pipeline: Pipeline, steps: Sequence[Steps]) -> MeasuredPipeline:
-    """Return what one pipeline took.
-
-    Args:
-        pipeline: of the plan that they ran under.
-        steps: of all ranks.
-    """
+    """Return what one pipeline took in these steps of all ranks."""
     passes = [step[rank].passes for step in steps for rank in pipeline.ranks]
     return MeasuredPipeline(
         forward_s=tuple(_pass_s(stage, steps, FORWARD) for stage in pipeline.stages),

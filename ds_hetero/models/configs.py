@@ -405,11 +405,7 @@ _TEXT = re.compile(r"(full|lora|qlora)(?::(\d{1,6}))?")
 
 
 def read_training(text: str) -> Training:
-    """Read ``full``, ``lora``, ``lora:RANK``, ``qlora`` or ``qlora:RANK``.
-
-    Raises:
-        PlanError: it is none of these.
-    """
+    """Read ``full``, ``lora``, ``lora:RANK``, ``qlora`` or ``qlora:RANK``. Raises `PlanError`: it is none of these."""
     match = _TEXT.fullmatch(text.strip().lower())
     if match is None or (match[1] == "full" and match[2]):
         raise PlanError(f"--train must be full, lora[:rank] or qlora[:rank], such as lora:16, got {shortened(text)}.")

@@ -114,11 +114,7 @@ def plan(
 
 
 def check_workload(cluster: Cluster, workload: Workload) -> None:
-    """Refuse numbers that make no sense, before anything is computed with them.
-
-    Raises:
-        PlanError: the field, its value and what would be accepted.
-    """
+    """Refuse numbers that make no sense before anything is computed. Raises `PlanError`: the field and its value."""
     weights = workload.zero_weights
     if weights is not None and len(weights) != cluster.num_ranks:
         raise PlanError(f"zero_weights has {len(weights)} entries, the cluster {cluster.num_ranks} ranks.")

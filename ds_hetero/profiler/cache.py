@@ -134,11 +134,7 @@ def _ago(age: timedelta) -> str:
 
 
 def forget(folder: Path) -> int:
-    """Delete the profiles that are kept in ``folder``; return how many there were.
-
-    Raises:
-        ClusterError: one cannot be deleted.
-    """
+    """Delete the profiles in ``folder``; return how many there were. Raises `ClusterError`: one cannot be deleted."""
     paths = sorted(folder.glob("*.json"))
     try:
         for path in paths:

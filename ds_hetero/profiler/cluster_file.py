@@ -293,11 +293,7 @@ def _fit(samples: Sequence[Sequence[float]]) -> TransferFit:
 
 
 def nodes_of(ranks: Sequence[RankFacts]) -> dict[str, list[int]]:
-    """Ranks by node, named by host, in order of rank.
-
-    Raises:
-        ClusterError: ranks of other nodes lie between those of a node.
-    """
+    """Ranks by node, named by host, in order. Raises `ClusterError`: ranks of other nodes lie between."""
     by_node: dict[str, list[int]] = {}
     for number, rank in enumerate(ranks):
         by_node.setdefault(rank.node, []).append(number)

@@ -120,11 +120,7 @@ class AttentionProbe(Protocol):
 
 
 class SdpaProbe:
-    """torch's scaled_dot_product_attention, for callers that know nothing better.
-
-    Args:
-        head_dim: D; left out, `head_dim_on` the device.
-    """
+    """torch's scaled_dot_product_attention, for callers that know nothing better; see `head_dim_on`."""
 
     name = "sdpa"
     softcap: float | None = None

@@ -50,11 +50,7 @@ def kernel_probe(
     head_dim: int | None = None,
     softcap: float | None = None,
 ) -> KernelProbe:
-    """The kernel as the profiler times it; arguments as for `profile_cached`.
-
-    Raises:
-        ConfigError: the kernel does not work on this rank's device.
-    """
+    """The kernel as the profiler times it; see `profile_cached`. Raises `ConfigError`: it does not work here."""
     device = default_device()
     head_dim = head_dim_on(device) if head_dim is None else head_dim
     block = (torch.device(device.type), dtype or default_dtype(device), head_dim, softcap)

@@ -40,11 +40,7 @@ class Quietness:
 
 
 class CpuWatch:
-    """Measures the use of the cores from when it is made.
-
-    Args:
-        host: name of this rank's host.
-    """
+    """Measures the use of the cores from when it is made. ``host``: name of this rank's host."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -73,12 +69,7 @@ def _busy_s() -> float | None:
 
 
 def quietness_of(uses: Sequence[CpuUse], repeats: Sequence[Sequence[float]]) -> Quietness:
-    """Judge what all ranks have seen.
-
-    Args:
-        uses: of the cores, by rank.
-        repeats: by rank, what equal timings gave: rates or seconds.
-    """
+    """Judge what ranks have seen: use of the cores, and rates or seconds of equal timings, by rank."""
     shares = []
     for host in sorted({use.host for use in uses}):
         on_host = [use for use in uses if use.host == host]

@@ -204,14 +204,7 @@ def own_rank() -> int:
 
 
 def describe_ranks(device: torch.device, dtype: torch.dtype, attention: AttentionProbe) -> list[RankFacts]:
-    """Describe all ranks; CPU ranks of a host share its memory.
-
-    Args:
-        attention: the kernel to be timed.
-
-    Caller: every rank.
-    Collectives: one `on_all_ranks`.
-    """
+    """Describe all ranks; CPU ranks of a host share its memory. Caller: every rank. Collectives: one `on_all_ranks`."""
     ranks = on_all_ranks(lambda: _describe(device, dtype, attention))
     on_host = Counter(rank.host for rank in ranks if rank.device == "CPU")
     return [replace(r, memory_bytes=r.memory_bytes // on_host[r.host]) if r.device == "CPU" else r for r in ranks]

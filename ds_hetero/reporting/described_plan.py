@@ -73,11 +73,7 @@ class PlanScenario:
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedPlan:
-    """A plan and what it was made for.
-
-    Raises:
-        PlanError: the plan's ranks are not those of the clusters.
-    """
+    """A plan and what it was made for. Raises `PlanError`: the plan's ranks are not those of the clusters."""
 
     plan: Plan  # what the job does
     scenario: PlanScenario  # what it was made for
@@ -155,11 +151,7 @@ def read_described_plan(path: str | Path) -> DescribedPlan | Plan:
 
 
 def read_scenario(data: Any) -> PlanScenario:
-    """Read the content of "scenario".
-
-    Raises:
-        PlanError, ClusterError, ModelError: what is wrong with it, by key.
-    """
+    """Read the content of "scenario". Raises `PlanError`, `ClusterError` or `ModelError`: the key and its fault."""
     _expect_keys(SCENARIO, data, _KEYS)
     _expect_keys(f"{SCENARIO}.model", data["model"], ("name", "config"))
     clusters, lengths, name = data["clusters"], data["lengths"], data["model"]["name"]

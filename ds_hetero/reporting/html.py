@@ -89,11 +89,7 @@ def definitions(values: JsonObject) -> Markup:
 
 
 class Page:
-    """A page that is being made.
-
-    Args:
-        lead: what it is about, in a sentence or two.
-    """
+    """A page that is being made. ``lead``: what it is about, in a sentence or two."""
 
     def __init__(self, title: str, lead: str = "") -> None:
         self._title, self._lead = title, lead

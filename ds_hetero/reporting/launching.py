@@ -49,11 +49,7 @@ class JobLaunch:
         return cls(hosts=names, slots=tuple(len(node.devices) for node in nodes), **options)
 
     def check(self) -> None:
-        """Refuse what no launcher takes.
-
-        Raises:
-            PlanError: names the option, its value and what is accepted.
-        """
+        """Refuse what no launcher takes. Raises `PlanError`: names the option, its value and what is accepted."""
         if len(self.hosts) != len(self.slots):
             raise PlanError(f"--hosts names {len(self.hosts)} hosts, and the plan is for {len(self.slots)} nodes.")
         for host in self.hosts:
@@ -95,11 +91,7 @@ class JobLaunch:
 
 
 def launch_contents(launch: JobLaunch) -> dict[str, str]:
-    """Return the content of every file, by its name. They lie in one folder; scripts run in the one of the training.
-
-    Raises:
-        PlanError: see `JobLaunch.check`.
-    """
+    """Content of every file, by its name, for one folder; scripts run in the training's. Raises `PlanError`."""
     launch.check()
     files = {
         "env.sh": _env(launch),

@@ -91,11 +91,7 @@ def measured_row(
 
 
 def _uniform(run: RunFile) -> tuple[PlanScenario, Schedule]:
-    """Return the scenario of the run, and the schedule of its replicas.
-
-    Raises:
-        PlanError: they are none that a row can say.
-    """
+    """The scenario of the run, and the schedule of its replicas. Raises `PlanError`: no row can say them."""
     if run.scenario is None:
         raise PlanError(
             "this run.json does not say its cards and its model: the job's devices or model were not known to the cost "
@@ -118,11 +114,7 @@ def _uniform(run: RunFile) -> tuple[PlanScenario, Schedule]:
 
 
 def _degrees(schedule: Schedule) -> tuple[int, int]:
-    """Ranks of a group and groups of a uniform schedule.
-
-    Raises:
-        PlanError: the schedule is not uniform.
-    """
+    """Ranks of a group and groups of a uniform schedule. Raises `PlanError`: the schedule is not uniform."""
     ranks, groups = len(schedule.ranks), len(schedule.groups)
     inner, heads = ranks // groups, (schedule.num_heads, schedule.num_kv_heads)
     try:
@@ -203,11 +195,7 @@ def _notes(run: RunFile, work: Workload) -> str:
 
 
 def read_report(path: Path) -> JsonObject | None:
-    """Read the report that ``ds-hetero selftest --json`` wrote; None if the file is something else.
-
-    Raises:
-        PlanError: the file cannot be read.
-    """
+    """Read what ``ds-hetero selftest --json`` wrote; None if it is something else. Raises `PlanError`."""
     data = read_file(path, "run", PlanError)
     is_report = isinstance(data, Mapping) and {"healthy", "ranks", "lines"} <= data.keys()
     return data if is_report else None

@@ -42,11 +42,7 @@ Judged = tuple[StageCosts, Finished]
 
 
 def judged(described: DescribedPlan, cluster: Cluster | None = None, seq_len: int | None = None) -> Judged:
-    """Predict the plan, also on another cluster or with another length.
-
-    Raises:
-        PlanError: it does not fit into memory there.
-    """
+    """Predict the plan, also on another cluster or with another length. Raises `PlanError`: it does not fit."""
     scenario = described.scenario
     work = replace(scenario.workload, seq_len=seq_len or scenario.workload.seq_len)
     return judge_given(described.plan, scenario.cost_model, cluster or scenario.clusters[0], scenario.model, work)

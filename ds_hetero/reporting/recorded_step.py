@@ -66,11 +66,7 @@ class RecordedStep:
 
     @classmethod
     def from_dict(cls, content: JsonObject) -> RecordedStep:
-        """Return the record of a file's content.
-
-        Raises:
-            PlanError: it is not what `to_dict` writes.
-        """
+        """Return the record of a file's content. Raises `PlanError`: it is not what `to_dict` writes."""
         expect_object_keys("a recorded step", content, _KEYS, set(), PlanError)
         if content["version"] != VERSION:
             raise PlanError(f"the record has version {content['version']}, this release reads {VERSION}. Record again.")
@@ -106,21 +102,12 @@ class RecordedStep:
 
 
 def read_recorded_step(path: Path) -> RecordedStep:
-    """Read the file of a recorded step.
-
-    Raises:
-        PlanError: it cannot be read, or is something else.
-    """
+    """Read the file of a recorded step. Raises `PlanError`: it cannot be read, or is something else."""
     return RecordedStep.from_dict(read_file(path, "recorded step", PlanError))
 
 
 def trace_of_record(record: RecordedStep, cluster: Cluster | None = None) -> JsonDict:
-    """Return the trace of a recorded step.
-
-    Args:
-        record: the step.
-        cluster: on which it is played; left out, the one for which it was planned.
-    """
+    """Return the trace of a recorded step on a cluster; left out, on the one for which it was planned."""
     cluster = load_cluster(record.cluster) if cluster is None else cluster
     played = play(record.events, cluster, record.host_share)
     events = [event for rank in range(cluster.num_ranks) for event in _events(played, cluster, rank)]

@@ -122,11 +122,7 @@ def plan_digest(plan: Plan) -> str:
 
 
 def expect_writable(folder: str) -> None:
-    """Make the folder where it does not exist, and refuse one that cannot be written to.
-
-    Raises:
-        ConfigError: names the folder and the reason.
-    """
+    """Make the folder where there is none. Raises `ConfigError`: it cannot be written to, and why."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -150,11 +146,7 @@ def write_run(run: RunFile, path: Path) -> None:
 
 
 def read_run(path: str | Path) -> RunFile:
-    """Read a run file.
-
-    Raises:
-        PlanError: it cannot be read, is of another version, or a key of it is wrong; the message names the key.
-    """
+    """Read a run file. Raises `PlanError`: it cannot be read, is of another version, or a key is wrong."""
     data = read_file(path, "run", PlanError)
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise PlanError(

@@ -123,11 +123,7 @@ def _gather_bytes(own: bytes, sizes: Sequence[int], group: ProcessGroup) -> list
 
 
 def _raise_different_phases(phase: str, group: ProcessGroup) -> NoReturn:
-    """Name the ranks that are in another phase than the others, on every rank.
-
-    Raises:
-        StepError: always.
-    """
+    """Name the ranks that are in another phase than the others, on every rank; always raises `StepError`."""
     left = "has left the loop over its batches and is " if own_calls.history().has_left else "is "
     ranks = dist.get_process_group_ranks(group)
     sizes = [_LONGEST_PHASE] * len(ranks)

@@ -19,11 +19,7 @@ from torch.distributed import ProcessGroup
 
 
 class CutLinears:
-    """Runs the cut layers of a model, one after the other.
-
-    Args:
-        group: of the ranks that share every layer.
-    """
+    """Runs the cut layers of a model, one after the other. ``group``: of the ranks that share every layer."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group

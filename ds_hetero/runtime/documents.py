@@ -69,11 +69,7 @@ def position_moments(runs: PositionRuns, intervals: Sequence[Range]) -> tuple[in
 
 
 def documents_from_mask(mask: Tensor) -> list[Documents]:
-    """The one document of every row of a padding mask [B, L], or none: what the mask leaves.
-
-    Raises:
-        BatchError: zeros between real tokens.
-    """
+    """The one document of every row of a padding mask [B, L], or none. Raises `BatchError`: zeros between tokens."""
     real = mask.ne(0)
     counts = real.sum(1)
     firsts = real.to(torch.uint8).argmax(1)
@@ -90,11 +86,7 @@ def documents_from_mask(mask: Tensor) -> list[Documents]:
 
 
 def documents_from_cu_seqlens(boundaries: Sequence[int], length: int, batch_size: int) -> list[Documents]:
-    """Documents of every batch row from their boundaries.
-
-    Raises:
-        BatchError: more rows than one, or boundaries that do not rise from 0 to ``length``.
-    """
+    """Documents of every row, from boundaries. Raises `BatchError`: several rows, or no rise from 0 to ``length``."""
     if batch_size != 1 or boundaries[0] != 0 or boundaries[-1] != length or list(boundaries) != sorted(boundaries):
         raise BatchError(
             f"cu_seqlens must rise from 0 to the {length} tokens of a batch of one row, got {list(boundaries)[:8]} "

@@ -143,11 +143,7 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
 
 @lru_cache(maxsize=64)
 def part_of_replica(replica: Replica, schedule: Schedule) -> Replica:
-    """The replica as lanes by heads see it: the groups of ``schedule`` exchange heads over the process group of all.
-
-    Args:
-        schedule: of the same ranks.
-    """
+    """The replica as lanes by heads see it: groups of ``schedule``, of the same ranks, over the group of all."""
     if schedule == replica.schedule:
         return replica
     return replace(replica, plan=Plan.of_replicas([schedule]), a2a_group=replica.sp_group)

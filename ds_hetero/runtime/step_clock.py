@@ -138,12 +138,7 @@ class Clock:
     """Names phases for a profiler and measures nothing."""
 
     def phase(self, kind: str, name: str) -> AbstractContextManager[object]:
-        """Name the range inside.
-
-        Args:
-            kind: one of this module's constants.
-            name: in the trace, after the prefix ``ds_hetero.``.
-        """
+        """Name the range inside: one of this module's constants, and in the trace ``ds_hetero.`` and the name."""
         return _named(name)
 
     def count_attention(self, flops: int, backward: bool) -> None:
@@ -211,11 +206,7 @@ class _Step:
 
 
 class StepClock(Clock):
-    """Measures this rank's steps.
-
-    Args:
-        device: where this rank computes.
-    """
+    """Measures this rank's steps. ``device``: where this rank computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._now, self._elapsed_s, self._is_over, self._stream = _reading_of(device)

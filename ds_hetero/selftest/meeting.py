@@ -43,11 +43,7 @@ class Failure:
 
 
 class Meeting:
-    """A connection to the store.
-
-    Args:
-        store: for keys of this test alone.
-    """
+    """A connection to the store. ``store``: for keys of this test alone."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
@@ -230,11 +226,7 @@ class CallWatch:
 
     @contextlib.contextmanager
     def call(self, name: str, times: float = 1.0) -> Iterator[None]:
-        """End what runs inside in time, on the device too.
-
-        Args:
-            times: the usual limit to allow.
-        """
+        """End what runs inside in time, on the device too. ``times``: the usual limit to allow."""
         self._number += 1
         limit_s = times * self._limit_s
         call = _Call(self._number, name, limit_s, time.monotonic() + limit_s)

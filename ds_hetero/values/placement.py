@@ -86,11 +86,7 @@ class Lane:
         return tuple(held)
 
     def zone(self, node: Sequence[int]) -> str:
-        """Zeppelin's zone of the lane: ``"local"`` (one unit), ``"node"`` (units of one node) or ``"cluster"``.
-
-        Args:
-            node: node of every unit.
-        """
+        """Zeppelin's zone of the lane: ``"local"`` (one unit), ``"node"`` or ``"cluster"``; ``node`` of every unit."""
         if len(self.members) == 1:
             return "local"
         return "node" if len({node[unit] for unit in self.members}) == 1 else "cluster"
@@ -160,11 +156,7 @@ class Placement:
         return sum(map(self.tokens, self.schedule.ring_groups[position].ranks))
 
     def intervals(self, rank: int) -> tuple[Range, ...]:
-        """Position intervals that ``rank`` holds, in the order of its tokens; none of them is empty.
-
-        Raises:
-            ScheduleError: ``rank`` is not in the schedule.
-        """
+        """Position intervals of ``rank`` in its tokens' order, none empty. Raises `ScheduleError`: an unknown rank."""
         if rank not in self._intervals:
             raise ScheduleError(f"rank {rank} is not in the schedule, whose ranks are {self.schedule.ranks}.")
         return self._intervals[rank]
@@ -327,11 +319,7 @@ class Placer(Protocol):
 
 @lru_cache(maxsize=64)
 def stream_placement(schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
-    """Cut the sequence by its length alone; the same arguments give the same object.
-
-    Raises:
-        ScheduleError: fewer tokens than ranks that are to hold some.
-    """
+    """Cut the sequence by its length; equal arguments give the same object. Raises `ScheduleError`: too short."""
     lane = Lane(
         members=tuple(range(schedule.ring_size)),
         spans=((0, length),),

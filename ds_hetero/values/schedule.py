@@ -121,11 +121,7 @@ class Schedule:
         return self.num_heads // self.num_kv_heads
 
     def ring_position(self, rank: int) -> int:
-        """Ring position of the group that holds ``rank``.
-
-        Raises:
-            ScheduleError: ``rank`` is not in the schedule.
-        """
+        """Ring position of the group that holds ``rank``. Raises `ScheduleError`: ``rank`` is not in the schedule."""
         for position, group in enumerate(self.ring_groups):
             if rank in group.ranks:
                 return position
@@ -184,11 +180,7 @@ class Schedule:
         return replace(self, groups=groups)
 
     def on_ranks(self, ranks: Sequence[int]) -> Schedule:
-        """The same schedule with ``ranks[r]`` in the place of rank r.
-
-        Args:
-            ranks: distinct, one for every rank from 0.
-        """
+        """The same schedule with ``ranks[r]``, distinct and one for each from 0, in the place of rank r."""
         groups = tuple(replace(g, ranks=tuple(ranks[r] for r in g.ranks)) for g in self.groups)
         return replace(self, groups=groups)
 
@@ -219,11 +211,7 @@ class Schedule:
 
     @classmethod
     def from_dict(cls, data: JsonObject) -> Schedule:
-        """Read the schedule file format.
-
-        Raises:
-            ScheduleError: unknown or missing keys, wrong types, or an inconsistent schedule.
-        """
+        """Read the schedule file format. Raises `ScheduleError`: wrong keys or types, or it is inconsistent."""
         known = {"version", "num_heads", "num_kv_heads", "layout", "ring", "groups"}
         expect_object_keys("schedule", data, known - {"layout", "ring"}, {"layout", "ring"}, ScheduleError)
         if not is_whole(data["version"], VERSION, VERSION):

@@ -265,11 +265,7 @@ _NEAR = 0.7  # similarity of a key with the section's name from which it is take
 
 
 def expect_section_name(ds_config: JsonObject) -> None:
-    """Refuse a configuration with a key that is nearly the section's name, which DeepSpeed would ignore.
-
-    Raises:
-        ConfigError: it has one; the message names it.
-    """
+    """Refuse a key that is nearly the section's name, which DeepSpeed would ignore. Raises `ConfigError`."""
     for key in ds_config:
         if isinstance(key, str) and key != SECTION and nearest(key.replace("_", ""), [SECTION], _NEAR):
             raise ConfigError(

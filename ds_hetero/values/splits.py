@@ -44,11 +44,7 @@ class Split:
         return tuple(pairwise(self.cuts))
 
     def owner(self, unit: int) -> int:
-        """The part that holds ``unit``; empty parts hold nothing.
-
-        Raises:
-            IndexError: ``unit`` lies outside the axis.
-        """
+        """The part that holds ``unit``; empty parts hold nothing. Raises `IndexError`: it lies outside the axis."""
         for part, (start, stop) in enumerate(self.ranges):
             if start <= unit < stop:
                 return part

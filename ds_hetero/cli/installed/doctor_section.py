@@ -120,11 +120,7 @@ def _decision(
 def _check_before_deciding(
     facts: JobFacts, plan: Plan | None, ds_config: JsonObject, world_size: int, model: nn.Module | None
 ) -> None:
-    """Checks of a job's start that do not depend on measurements or searches.
-
-    Raises:
-        HeteroError: as the start of the job.
-    """
+    """Checks of a job's start that need no measurement or search. Raises `HeteroError`, as the start of the job."""
     section = facts.section
     if facts.model.no_spec_reason == NO_MODEL:
         expect_kernel(facts)

@@ -68,11 +68,7 @@ def replan(
 
 
 def _lost_ranks(cluster: Cluster, lost: Sequence[int], more_lost: Sequence[int], lost_node: Sequence[str]) -> list[int]:
-    """Ranks that are lost, by the options of that name.
-
-    Raises:
-        PlanError: numbers without ``--lost``, or a node that the cluster does not have.
-    """
+    """Ranks that are lost, by those options. Raises `PlanError`: numbers without ``--lost``, or an unknown node."""
     if more_lost and not lost:
         ranks = " ".join(map(str, more_lost))
         raise PlanError(f"what is {ranks}? Ranks that are lost: --lost {ranks}.")

@@ -14,11 +14,7 @@ _OF_DEFAULT = 0.5  # of a machine's memory, that Linux lets /dev/shm take
 
 
 def shared_memory(cost: CostModel, copies: int) -> JsonDict:
-    """Bytes that every node of a cost model's cluster needs, as plain data.
-
-    Args:
-        copies: of each rank's part, on other nodes.
-    """
+    """Bytes that every node of a cluster needs, as plain data; ``copies`` of each rank's part on other nodes."""
     cluster = cost.cluster
     names = [node.name for node in cluster.nodes]
     sizes = np.ceil(saved_bytes(cluster, cost.model, cost.workload)).astype(int).tolist()

@@ -72,11 +72,7 @@ class SequenceStages:
         return self._by_devices[key]
 
     def keep(self, parts: tuple[PoolPart, ...], micro_batch_size: int, schedule: Schedule) -> None:
-        """Use a given schedule, by places, for such devices.
-
-        Raises:
-            PlanError: such devices were given another one.
-        """
+        """Use a given schedule, by places, for such devices. Raises `PlanError`: they were given another one."""
         key = self._key(parts, micro_batch_size)
         if self._kept.setdefault(key, schedule) != schedule:
             raise PlanError(

@@ -37,11 +37,7 @@ MOST_IN_FLIGHT = 256  # micro-batches; more hide no hop
 
 
 def expect_alike_layers(model: ModelSpec) -> None:
-    """Refuse a model whose layers are of several kinds.
-
-    Raises:
-        PlanError: it has layers that carry a state.
-    """
+    """Refuse a model whose layers are of several kinds. Raises `PlanError`: it has layers that carry a state."""
     if model.recurrent is not None:
         raise PlanError(
             f"{model.name} has layers that carry a state beside those of attention; stages of pipelines have no cost "

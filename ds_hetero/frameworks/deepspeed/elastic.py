@@ -352,11 +352,7 @@ def prepare(engine: Any, start: JobStart, stages: list[Described] | None = None)
 
 
 def refuse_other_engines(what: str) -> None:
-    """Refuse to begin an elastic job with an engine whose state would be lost.
-
-    Raises:
-        ConfigError: the job is elastic.
-    """
+    """Refuse to begin an elastic job with an engine whose state would be lost. Raises `ConfigError`."""
     if own_worker() is not None:
         raise ConfigError(
             f"{what} cannot be kept by an elastic job yet: it would begin anew after a fault. Start it without "

@@ -76,12 +76,7 @@ class HookRow(NamedTuple):
 
 
 class EngineHooks:
-    """Hooks around the methods of one engine.
-
-    Args:
-        hooked: what every hook is given.
-        table: those of one method outermost first.
-    """
+    """Hooks around the methods of one engine; the ``table`` has those of one method outermost first."""
 
     def __init__(self, hooked: HookedEngine, table: Sequence[HookRow]) -> None:
         self._engine, self._names = weakref.ref(hooked.engine), {row.method for row in table}
@@ -145,11 +140,7 @@ def report_times(hooked: HookedEngine, destroy: Function, *args: object, **kwarg
 
 
 def refuse_batch_sizes(hooked: HookedEngine, method: Function, *args: object, **kwargs: object) -> object:
-    """Refuse another batch size where the plan says what batches there are.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Refuse another batch size where the plan says what batches there are. Raises `ConfigError`: it does."""
     if (message := hooked.why_batch_is_fixed) is not None:
         raise ConfigError(message)
     return method(*args, **kwargs)

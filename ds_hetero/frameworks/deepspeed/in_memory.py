@@ -138,11 +138,7 @@ def sample_frozen(engine: Any) -> dict[tuple[str, bool], float]:
 
 
 def read_part(file: str) -> State:
-    """A file of a checkpoint; of its tensors nothing is read until it is used.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
-    """
+    """A file of a checkpoint, whose tensors are read when used. Raises `CheckpointError`: missing or damaged."""
     if (in_memory := state_in_memory(file)) is not None:
         return in_memory
     try:

@@ -38,12 +38,7 @@ class Installer:
         self._registry, self._stock, self._given, self._ds_config = registry, stock, given, ds_config
 
     def _call_stock(self, config: DsConfig, **changed: Any) -> tuple[Any, ...]:
-        """Let stock build the engine.
-
-        Args:
-            config: in the place of the user's, wherever that was given.
-            changed: arguments in the place of the user's.
-        """
+        """Let stock build the engine, with ``config`` and ``changed`` arguments in the place of the user's."""
         args: Any = self._given.get("args")
         if getattr(args, "deepspeed_config", None) is not None:  # of the command line
             args = copy.copy(args)
@@ -138,11 +133,7 @@ _known: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 
 
 def expect_no_engine() -> None:
-    """At registration: refuse engines that were built before it from a configuration with a section.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """At registration, refuse engines built before it from a configuration with a section. Raises `ConfigError`."""
     if not dist.is_initialized():
         return  # and so there is none; a look at all objects takes some tenths of a second
     for known in gc.get_objects():

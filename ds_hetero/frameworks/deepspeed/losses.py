@@ -57,11 +57,7 @@ _SAME, _SAME_HALF = 16 * torch.finfo(torch.float32).eps, 1e-3
 
 
 class LossScaling:
-    """Scales the losses given to one engine's backward.
-
-    Args:
-        model: what the engine trains, with the convention that the section declares.
-    """
+    """Scales the losses given to the backward of one engine, by the convention that the section declares."""
 
     def __init__(self, model: SplitModel | WholeModel) -> None:
         self._model = model
@@ -206,11 +202,7 @@ class BackwardsOfStep:
         self._are_averaged = False  # the gradients, for the step
 
     def begin(self) -> None:
-        """A backward begins.
-
-        Raises:
-            StepError: it would drop the gradients of the one before.
-        """
+        """A backward begins. Raises `StepError`: it would drop the gradients of the one before."""
         stage = self._engine.zero_optimization_stage()
         if self._are_averaged and stage in (1, 2) and not self._engine.inside_no_sync_ctxt:
             raise StepError(

@@ -79,11 +79,7 @@ class PendingRegistration:
     adapters: int = 0  # loaders that stock has wrapped since
 
     def cancel(self) -> None:
-        """Undo the registration, since there is a section.
-
-        Raises:
-            ConfigError: stock has wrapped a loader since.
-        """
+        """Undo the registration, since there is a section. Raises `ConfigError`: stock has wrapped a loader since."""
         self.undo()
         if self.adapters:
             raise ConfigError(

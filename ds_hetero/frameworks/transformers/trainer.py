@@ -72,11 +72,7 @@ def takes_whole_batches(registry: Registry, trainer: Trainer) -> bool:
 
 
 def expect_equal_replicas(trainer: Trainer) -> None:
-    """Refuse a loss of whole sequences where replicas take different batches.
-
-    Raises:
-        ConfigError: always.
-    """
+    """Refuse a loss of whole sequences where replicas take different batches; always raises `ConfigError`."""
     raise ConfigError(
         f"{type(trainer).__name__} computes its loss from whole sequences, by which replicas weigh alike, but "
         "these take different batches. Give all replicas of the schedule the same micro_batch_size and micro_batches."
@@ -189,11 +185,7 @@ def naming_trainer(trainer: Trainer) -> Iterator[None]:
 
 
 def expect_labels(trainer: Trainer, batch: Batch) -> None:
-    """Refuse a batch without labels, whose loss is another's than the mean over tokens.
-
-    Raises:
-        BatchError: on every rank, since all have the same entries.
-    """
+    """Refuse a batch without labels, whose loss is no mean over tokens. Raises `BatchError` on every rank."""
     if "shift_labels" not in batch:
         raise BatchError(
             f"the batches of {type(trainer).__name__} have no labels (they hold {', '.join(sorted(batch))}): its loss "
@@ -274,11 +266,7 @@ def _accumulating_micro_steps(registry: Registry, stock: Function) -> Function:
 
 
 def _expect_loss_only(trainer: Trainer) -> None:
-    """Refuse metrics of logits, which no rank has whole where a model is cut into stages of pipelines.
-
-    Raises:
-        ConfigError: the Trainer has ``compute_metrics``.
-    """
+    """Refuse metrics of logits, which no rank of pipelines has whole. Raises `ConfigError`."""
     if trainer.compute_metrics is not None:
         raise ConfigError(
             "compute_metrics needs logits, which stay on the last stages of pipelines. Leave it out and use eval_loss."

@@ -213,11 +213,7 @@ def _generating_alike(find_split: FindSplit, stock: Function) -> Function:
 
 
 def expect_tried(trainer: Any) -> None:
-    """Refuse what was not tried with a trainer that generates.
-
-    Raises:
-        ConfigError: with all such arguments, and what to do.
-    """
+    """Refuse what was not tried with a trainer that generates. Raises `ConfigError`: all such arguments."""
     asked = {
         "use_vllm": trainer.use_vllm,
         "use_transformers_continuous_batching": trainer.use_transformers_continuous_batching,

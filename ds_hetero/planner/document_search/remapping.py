@@ -149,11 +149,7 @@ def with_held_tokens(placement: Placement, held: Sequence[int], costs: UnitCosts
 
 
 def loads_with_moves(loads: Loads, placement: Placement, costs: UnitCosts) -> Loads:
-    """The loads of a placement with its moves.
-
-    Args:
-        loads: of ``placement.in_attention``.
-    """
+    """The loads of a placement with its moves. ``loads``: of ``placement.in_attention``."""
     unit_of = {rank: unit for unit, group in enumerate(placement.schedule.ring_groups) for rank in group.ranks}
     transfers = [TokenTransfer(unit_of[move.attends], unit_of[move.holds], move.tokens) for move in placement.moves]
     held = [placement.group_tokens(unit) for unit in range(len(costs.token_s))]

@@ -37,12 +37,7 @@ def over_all_units_s(lengths: Sequence[int], costs: UnitCosts) -> float:
 
 
 def over_one_node(lengths: Sequence[int], by_node: Sequence[Sequence[int]], costs: UnitCosts) -> list[Pieces]:
-    """Every document over all units of its node.
-
-    Args:
-        lengths: of the documents.
-        by_node: documents of every node.
-    """
+    """Every document, by its length, over all units of its node."""
     placed: list[Pieces] = [[] for _ in lengths]
     for units, documents in zip(costs.units_by_node, by_node, strict=True):
         for j in documents:

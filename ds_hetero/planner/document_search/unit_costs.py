@@ -158,11 +158,7 @@ class UnitCosts:
 
     @classmethod
     def from_floats(cls, flat: Sequence[float]) -> UnitCosts:
-        """Read what `to_floats` wrote.
-
-        Raises:
-            PlanError: the list has another length, or the costs make no sense.
-        """
+        """Read what `to_floats` wrote. Raises `PlanError`: the list has another length, or the costs make no sense."""
         head = 2 + len(_SCALARS)
         units, nodes = (int(flat[0]), int(flat[1])) if len(flat) >= head else (0, 0)
         if len(flat) != head + len(_BY_UNIT) * units + len(_BY_NODE) * nodes:

@@ -276,11 +276,7 @@ def routed_stream(schedule: Schedule, length: int, costs: UnitCosts) -> Placemen
 
 
 def check_documents(documents: Sequence[Range], length: int) -> None:
-    """Refuse documents that are no intervals of a row.
-
-    Raises:
-        BatchError: the first one that is not.
-    """
+    """Refuse documents that are no intervals of a row. Raises `BatchError`: the first one that is not."""
     end = 0
     for start, stop in documents:
         if not end <= start < stop <= length:
@@ -292,11 +288,7 @@ def check_documents(documents: Sequence[Range], length: int) -> None:
 
 
 def check_memory(length: int, costs: UnitCosts) -> None:
-    """Refuse a row that has more tokens than all units together have room for.
-
-    Raises:
-        BatchError: its tokens and the limits.
-    """
+    """Refuse a row that has more tokens than all units have room for. Raises `BatchError`: both numbers."""
     if length > sum(costs.most_tokens):
         limits = listed((f"{most:,}" for most in costs.most_tokens), 16)
         raise BatchError(

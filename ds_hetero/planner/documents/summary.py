@@ -104,11 +104,7 @@ class DocumentsReport:
 
 
 def documents_of(lengths: Sequence[int], length: int) -> tuple[Range, ...]:
-    """Intervals of documents that follow one another from the beginning of a row; the rest of it is padding.
-
-    Raises:
-        PlanError: they do not fit into the row.
-    """
+    """Intervals of documents from the beginning of a row on; the rest is padding. Raises `PlanError`: too long."""
     documents, end = [], 0
     for tokens in lengths:
         documents.append((end, end + tokens))

@@ -125,11 +125,7 @@ class ScheduleFinder:
         self._found: dict[Cluster, Schedule | None] = {}
 
     def __call__(self, cost: CalibratedCostModel) -> Schedule | None:
-        """Return the fastest schedule of a few devices; None if nothing fits.
-
-        Args:
-            cost: of one layer on them.
-        """
+        """Return the fastest schedule of a few devices; None if nothing fits. ``cost``: of one layer on them."""
         if cost.cluster not in self._found:
             problem, rank_of = make_problem(cost)
             found = search(problem, EvaluationBudget.for_ranks(problem.num_ranks).split(SHARE))

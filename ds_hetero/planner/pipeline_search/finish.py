@@ -128,12 +128,7 @@ def memory_bytes(costs: StageCosts, finished: Finished) -> list[list[tuple[float
 
 
 def memory_by_rank(costs: StageCosts, finished: Finished, ranks: Sequence[Sequence[Sequence[int]]]) -> dict[int, float]:
-    """Peak memory of every rank, ascending.
-
-    Args:
-        finished: the plan.
-        ranks: of every stage, by pipeline.
-    """
+    """Peak memory of every rank, ascending; ``ranks`` are those of every stage, by pipeline."""
     pool_of = {rank: (pool.kind, pool.node) for pool in costs.pools.pools for rank in pool.ranks}
     by_rank: dict[int, float] = {}
     for pipeline, needs, of_stages in zip(finished.candidate.placed, memory_bytes(costs, finished), ranks, strict=True):

@@ -22,11 +22,7 @@ from ds_hetero.values.plans import Plan, Stage
 
 
 def check_given_plan(plan: Plan, cluster: Cluster, model: ModelSpec) -> None:
-    """Refuse a plan of another model or cluster.
-
-    Raises:
-        PlanError: the numbers of both.
-    """
+    """Refuse a plan of another model or cluster. Raises `PlanError`: the numbers of both."""
     if plan.model is not None:
         for name in ("num_layers", "num_heads", "num_kv_heads"):
             theirs, ours = getattr(plan.model, name), getattr(model, name)
@@ -96,11 +92,7 @@ def judge_given(
 
 
 def judge_plan(costs: StageCosts, plan: Plan, objective: Objective) -> Finished:
-    """Predict a plan, with its own micro-batches in flight.
-
-    Raises:
-        PlanError: it is for another model or cluster, or does not fit into memory.
-    """
+    """Predict a plan, with its own micro-batches in flight. Raises `PlanError`: it is of others, or does not fit."""
     costs = with_owners_of(costs, plan)
     placed = placed_of(plan, costs.pools)
     _keep_schedules(costs, plan, placed)
@@ -152,11 +144,7 @@ def _keep_schedules(costs: StageCosts, plan: Plan, placed: Sequence[PlacedPipeli
 
 
 def with_owners_of(costs: StageCosts, plan: Plan) -> StageCosts:
-    """Return the cost model with the owners of optimizer state that a plan says.
-
-    Raises:
-        PlanError: it is for another model or cluster, or see `owners_of`.
-    """
+    """The cost model with the plan's owners of optimizer state. Raises `PlanError`: of others, or see `owners_of`."""
     check_given_plan(plan, costs.cluster, costs.model)
     if costs.owners is None:
         return costs

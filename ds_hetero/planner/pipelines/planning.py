@@ -208,11 +208,7 @@ def _winner(
 
 
 def check_global_batch(global_batch: int, micro_batch_sizes: Sequence[int]) -> None:
-    """Refuse batches that no numbers of micro-batches make up.
-
-    Raises:
-        PlanError: the numbers, and what would be accepted.
-    """
+    """Refuse batches that no numbers of micro-batches make up. Raises `PlanError`: what would be accepted."""
     expect_whole_number("global_batch", global_batch, 1, MAX_BATCH, PlanError)
     for size in micro_batch_sizes:
         expect_whole_number("micro_batch_size", size, 1, MAX_BATCH, PlanError)

@@ -93,13 +93,7 @@ def profile_table(cost: CostModel) -> ProfileTable:
 
 
 def device_alone_s(cost: CostModel, device: DeviceSpec, length: int) -> float:
-    """Predict attention of one block on one device by itself.
-
-    Args:
-        cost: gives the model and the rest of the workload.
-        device: by itself.
-        length: tokens.
-    """
+    """Predict attention of one block of so many tokens on one device by itself, with the workload of ``cost``."""
     link = Link(name="none", latency_s=0.0, bytes_per_s=1.0)
     cluster = Cluster(nodes=(Node(name="alone", devices=(device,), link=link),), network=link)
     workload = replace(cost.workload, seq_len=length, zero_stage=0, zero_weights=None)

@@ -37,11 +37,7 @@ MOVED_SHARE = 64  # the sequence over this is the tokens of one move
 
 
 def algorithm_1(problem: Problem) -> Assignment | None:
-    """Return the best assignment that the three stages find, baselines aside; None if none fits into memory.
-
-    Args:
-        problem: cost model and cluster.
-    """
+    """Return the best assignment that the three stages find, baselines aside; None if none fits into memory."""
     planned: list[Assignment] = []
     for groups in _partitions(problem):
         grouping = problem.grouping(groups)

@@ -42,11 +42,7 @@ def find_planner(name: str, kind: str) -> PublishedPlanner:
 
 
 def expect_describable(planner: PublishedPlanner, cluster: Cluster, model: ModelSpec) -> None:
-    """Refuse a cluster or a model that a planner's paper cannot describe.
-
-    Raises:
-        PlanError: the rule of the paper.
-    """
+    """Refuse a cluster or a model that a planner's paper cannot describe. Raises `PlanError`: the rule of the paper."""
     if (rule := planner.forbids(cluster, model)) is not None:
         raise PlanError(
             f"{planner.title} cannot plan this: {rule}. Leave the planner out for ours, or choose another one."

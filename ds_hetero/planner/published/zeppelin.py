@@ -42,11 +42,7 @@ class _Fragment(NamedTuple):
 
 
 def zeppelin(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
-    """Units of every document with their tokens.
-
-    Raises:
-        PlanError: nodes have different numbers of units.
-    """
+    """Units of every document with their tokens. Raises `PlanError`: nodes have different numbers of units."""
     units_by_node = costs.units_by_node
     if len({len(units) for units in units_by_node}) > 1:
         raise PlanError(

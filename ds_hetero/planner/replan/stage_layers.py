@@ -46,11 +46,7 @@ def pipeline_s(speeds: PipelineSpeeds, layers: Sequence[int]) -> float:
 
 
 def best_layers(speeds: PipelineSpeeds, layers: Sequence[int]) -> tuple[int, ...]:
-    """Return the layers by stage that layer by layer could not be made faster.
-
-    Args:
-        layers: to begin with; every stage has one at least.
-    """
+    """Return the layers by stage, one at least, that layer by layer could not be made faster."""
     best, best_s = tuple(layers), pipeline_s(speeds, layers)
     better = True
     while better:

@@ -139,11 +139,7 @@ Rounds = Iterator[PendingReceives]
 
 
 def run_in_order(lanes: Sequence[Rounds], clock: Clock) -> None:
-    """Run lanes to their end, one after the other once all have posted their first round.
-
-    Args:
-        lanes: in the placement's order.
-    """
+    """Run lanes, in the placement's order, to their end once all have posted their first round."""
     for lane in lanes:
         next(lane)
     for lane in lanes:

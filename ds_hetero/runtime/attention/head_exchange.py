@@ -87,10 +87,7 @@ def gather_sequence(
 def scatter_sequence(
     dq_BhSD: Tensor, dk_BgSD: Tensor, dv_BgSD: Tensor, exchange: Exchange
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mirror of `gather_sequence` for gradients: to dq [B, H, s, D], dk and dv [B, G, s, D].
-
-    Collectives: one all_to_all_single.
-    """
+    """Mirror of `gather_sequence`: to dq [B, H, s, D], dk and dv [B, G, s, D]. Collectives: one all_to_all_single."""
     batch_size, _, _, head_dim = dq_BhSD.shape
     own = exchange.own
     recv_sizes, send_sizes = exchange.qkv_sizes(batch_size * head_dim)
@@ -154,10 +151,7 @@ def _heads(packed_SBWD: Tensor, member: Member) -> Sequence[Tensor]:
 
 
 def scatter_output(out_SBhD: Tensor, exchange: Exchange) -> Tensor:
-    """Back to this rank's tokens of every head: [S, B, h, D] to [B, s, H, D].
-
-    Collectives: one all_to_all_single.
-    """
+    """Back to this rank's tokens of every head: [S, B, h, D] to [B, s, H, D]. Collectives: one all_to_all_single."""
     batch_size, head_dim = out_SBhD.shape[1], out_SBhD.shape[3]
     own = exchange.own
     if exchange.process_group is None:
@@ -173,10 +167,7 @@ def scatter_output(out_SBhD: Tensor, exchange: Exchange) -> Tensor:
 
 
 def gather_output_heads(grad_BsHD: Tensor, exchange: Exchange) -> Tensor:
-    """Mirror of `scatter_output` for gradients: [B, s, H, D] to [S, B, h, D].
-
-    Collectives: one all_to_all_single.
-    """
+    """Mirror of `scatter_output` for gradients: [B, s, H, D] to [S, B, h, D]. Collectives: one all_to_all_single."""
     batch_size, tokens, _, head_dim = grad_BsHD.shape
     own = exchange.own
     if exchange.process_group is None:

@@ -112,11 +112,7 @@ class GradientBlocks(KVBlocks):
 
 
 class LaneMail:
-    """The rounds of one member of a lane in one pass.
-
-    Args:
-        channel: of all lanes of the layer.
-    """
+    """The rounds of one member of a lane in one pass. ``channel``: of all lanes of the layer."""
 
     def __init__(self, ring: Ring, channel: Channel) -> None:
         self._ring, self._channel = ring, channel
@@ -124,12 +120,7 @@ class LaneMail:
         self._arriving: dict[int, list[tuple[KVBlocks, Transfer, list[Tensor]]]] = defaultdict(list)
 
     def post(self, step: int, *traffic: tuple[Round, KVBlocks]) -> None:
-        """Start the messages of a round.
-
-        Args:
-            step: number of the round.
-            traffic: rounds, with what they bring and take.
-        """
+        """Start the messages of the round ``step``: what ``traffic`` says that they bring and take."""
         receives, sends = [], []
         for round_, blocks in traffic:
             for transfer in round_.receives:

@@ -62,11 +62,7 @@ class Epochs:
         self._resumed: _Resumed | None = None  # what `resume` was given, until the epoch is begun
 
     def read(self) -> Iterator[Any]:
-        """The batches of the next epoch.
-
-        Raises:
-            BatchError: the loader gives other batches than those that were trained on.
-        """
+        """The batches of the next epoch. Raises `BatchError`: they are others than those trained on."""
         resumed, self._resumed = self._resumed, None
         self.checksum, self.is_under_way = 0 if self._compares else None, True
         if resumed is None:
@@ -176,11 +172,7 @@ class Epochs:
 
 
 def expect_compatible(state: Batch, current: Batch) -> None:
-    """Check that a loader's ``state`` was taken under conditions like the ``current`` ones.
-
-    Raises:
-        BatchError: they differ.
-    """
+    """Refuse a loader's ``state`` that was taken under other conditions than the ``current``. Raises `BatchError`."""
     saved = {name: state.get(name) for name in current}
     if saved != current:
         raise BatchError(

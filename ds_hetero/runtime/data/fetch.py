@@ -78,11 +78,7 @@ class FetchReports:
         return ranks
 
     def expect_same_samples(self) -> None:
-        """Check that all ranks drew the same samples, of which every replica takes its own.
-
-        Raises:
-            BatchError: they did not.
-        """
+        """Refuse ranks that drew other samples; every replica takes its own of the same. Raises `BatchError`."""
         if len({report.samples for report in self.by_rank}) > 1:
             raise BatchError(
                 f"the ranks do not draw the same samples: checksums of step {self.number} by rank are "
@@ -90,11 +86,7 @@ class FetchReports:
             )
 
     def expect_as_many(self, counts: dict[int, int]) -> None:
-        """Check that all replicas have equally many batches, ``counts`` by replica.
-
-        Raises:
-            BatchError: they have not.
-        """
+        """Refuse replicas with unequal ``counts`` of batches. Raises `BatchError`."""
         if len(set(counts.values())) > 1:
             self.raise_uneven(counts)
 
@@ -114,11 +106,7 @@ class ShortStep:
         self._number: int | None = None
 
     def expect_end_after(self, reports: FetchReports, split: BatchSplit) -> None:
-        """Take the reports of a step that has batches into account.
-
-        Raises:
-            BatchError: a short step came before it.
-        """
+        """Take the reports of a step with batches into account. Raises `BatchError`: a short step came before."""
         counts = {report.replica: report.batches for report in reports.by_rank}
         if self._number is not None and reports.number > self._number:
             reports.raise_uneven(counts)
@@ -159,11 +147,7 @@ def exchange_reports(
 
 
 class Fetcher(ABC):
-    """One way to get batches; made once per loader.
-
-    Args:
-        placer: decides who holds which positions of a batch.
-    """
+    """One way to get batches; made once per loader. ``placer``: decides who holds which positions of a batch."""
 
     mode: str  # as users and saved states write it
     batches_per_fetch = 1  # that this rank reads
@@ -200,11 +184,7 @@ class Fetcher(ABC):
 
     @abstractmethod
     def num_steps(self, batches: WholeBatches, num_skipped: int) -> int:
-        """Steps of an epoch of ``batches``, the first ``num_skipped`` of which are left out.
-
-        Raises:
-            TypeError: the length of an epoch is not known.
-        """
+        """Steps of an epoch of ``batches`` without the first ``num_skipped``. Raises `TypeError`: it has no length."""
 
     @abstractmethod
     def progress_after(self, num_steps: int) -> Progress:

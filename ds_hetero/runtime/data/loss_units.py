@@ -133,14 +133,7 @@ def probe(compute: Callable[[Batch], Tensor | None], batch: Batch, rows: int, *,
 
 
 def unit_of_probes(probes: Sequence[Probe], name: str) -> str:
-    """The unit of a loss, from the probes of all ranks.
-
-    Args:
-        probes: by rank.
-
-    Raises:
-        ConfigError: the loss is no mean over any unit, or of more than one.
-    """
+    """The unit of a loss, from the probes of all ranks. Raises `ConfigError`: it is a mean over none, or several."""
     telling = [one for one in probes if one.tells] or list(probes)
     units = ("items",) if telling[0].by_items else UnitCounts._fields
     fitting = [unit for unit in units if all(one.fits(unit) for one in telling)]

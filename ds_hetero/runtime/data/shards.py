@@ -127,11 +127,7 @@ class PlacedBatch(NamedTuple):
 
 
 def place(placer: Placer, schedule: Schedule, batch: WholeBatch) -> PlacedBatch:
-    """Decide which positions of ``batch`` each rank of ``schedule`` holds.
-
-    Raises:
-        BatchError: the batch does not fit the schedule.
-    """
+    """Decide which positions of ``batch`` each rank holds. Raises `BatchError`: it does not fit the schedule."""
     try:
         return PlacedBatch(batch, placer(schedule, batch.length, batch.rows))
     except ScheduleError as error:

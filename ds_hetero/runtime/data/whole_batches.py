@@ -202,11 +202,7 @@ class WholeBatches:
         return self._checksum_behind if self._is_ahead else self._epochs.checksum
 
     def start_of_epoch(self, *, is_begun: bool, checksum: int | None) -> Entries:
-        """With which random states the epoch began, or the next will; see `Epochs.state`.
-
-        Args:
-            is_begun: whether batches of the epoch have been used.
-        """
+        """Random states with which the epoch began, or the next will, if it is not begun; see `Epochs.state`."""
         return self._epochs.state(amid_epoch=is_begun or self._begun is not None, checksum=checksum)
 
     def resume(self, num_batches: int, num_again: int, state: Any, start: Batch) -> None:

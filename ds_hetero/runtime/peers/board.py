@@ -45,11 +45,7 @@ _num_boards = 0
 
 
 class Status(NamedTuple):
-    """Where a rank is.
-
-    Args:
-        counts: of the collectives that it has begun, by the name of their process group.
-    """
+    """Where a rank is. ``counts``: of the collectives that it has begun, by the name of their process group."""
 
     asked: int  # the question that this answers
     place: str  # file, line and function of the script, and of the collective that it waits in, if it does
@@ -398,11 +394,7 @@ _calls: list[Callable[[str], object]] = []
 
 
 def before_forced_exit(call: Callable[[str], object]) -> Callable[[], None]:
-    """Register ``call``, which gets the reason before a process that waits in vain is ended, in the watch's thread.
-
-    Returns:
-        What takes this back.
-    """
+    """Register ``call``, made with the reason before a vain wait is ended, in the watch's thread; return its undo."""
     _calls.append(call)
     return lambda: _calls.remove(call) if call in _calls else None
 

@@ -299,11 +299,7 @@ class Watch:
         )
 
     def _note_alone(self, patience_s: float) -> None:
-        """Find out who is gone without the store.
-
-        Args:
-            patience_s: a process may take a moment to end after its connections have.
-        """
+        """Find out who is gone without the store; a process may take ``patience_s`` to end after its connections."""
         deadline = time.monotonic() + patience_s
         while (
             alone := diagnose_alone(self._ends, self._processes.dead(), self._processes.stopped())
@@ -354,11 +350,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def lost_peer_error(error: BaseException, phase: str) -> PeerError | StepError:
-    """The error to raise where a backend has reported ``error``: which rank is gone, or went another way.
-
-    Args:
-        phase: what this rank was doing.
-    """
+    """The error to raise where a backend has reported ``error`` in ``phase``: which rank is gone, or astray."""
     watch = current_watch()
     diagnosis = None if watch is None else watch.explain()
     rank = dist.get_rank() if dist.is_initialized() else 0

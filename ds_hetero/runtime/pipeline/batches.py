@@ -150,11 +150,7 @@ class SameBatches(LoaderAround):
 
 
 def _fetch(batches: Iterator[Any], number: int) -> Any:
-    """Return the next batch, which is the same on all ranks; None at the end of the epoch.
-
-    Args:
-        number: of the batch in the epoch.
-    """
+    """Return the batch of that number in the epoch, the same on all ranks; None at the epoch's end."""
     batch: Any = None
     counts = own_calls.begin_fetch(number)
 

@@ -100,10 +100,7 @@ class Receiving:
         self._works, self._parts, self._result, self._gather = works, parts, result, gather
 
     def wait(self) -> Tensor:
-        """Return ``[b, s, H]``, this rank's tokens in its order.
-
-        Caller: on a ``"tensor"`` stage all its ranks.
-        """
+        """Return ``[b, s, H]``, this rank's tokens in its order. Caller: on a ``"tensor"`` stage all its ranks."""
         with waiting_for_peers("waiting for a neighbouring stage of its pipeline"):
             for work in self._works:
                 work.wait()
@@ -125,12 +122,7 @@ class Boundary:
     device: torch.device  # where activations live
 
     def send(self, x: Tensor, length: int) -> Sending:
-        """Send what this rank carries of what its stage computed.
-
-        Args:
-            x: [b, s, H], in the order of the rank's tokens.
-            length: tokens of the whole sequence.
-        """
+        """Send what this rank carries of ``x``, [b, s, H] in its tokens' order, of ``length`` tokens in all."""
         parts, ops = [], []
         for message in self._messages(length):
             if message.sender == self.rank:
@@ -140,13 +132,7 @@ class Boundary:
         return Sending(_post(ops), parts)
 
     def receive(self, rows: int, length: int, width: int, dtype: torch.dtype) -> Receiving:
-        """Ask for what this rank carries of what the other stage computes.
-
-        Args:
-            rows: b.
-            length: tokens of the whole sequence.
-            width: H.
-        """
+        """Ask for [``rows``, s, ``width``] that this rank carries of the other stage, of ``length`` tokens in all."""
         carried = carried_intervals(self.target, length, self.rank)
         tokens = sum(stop - start for start, stop in carried)
         if self.copies is not None:  # a gather takes as many of every rank, and the last may carry fewer

@@ -62,10 +62,7 @@ class HeadTrade:
         return self._positions_on[device]
 
     def exchange(self, send: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Give every rank its tensor of ``send``; return what came from each, of these shapes.
-
-        Collectives: one all_to_all_single.
-        """
+        """Trade ``send`` for what came from each, of these shapes. Collectives: one all_to_all_single."""
         flat = torch.cat([part.reshape(-1) for part in send])
         sizes = [prod(shape) for shape in shapes]
         recv = flat.new_empty(sum(sizes))
@@ -161,10 +158,7 @@ def to_sequence(tensors: Sequence[Tensor], cuts: Sequence[Cuts], trade: HeadTrad
 
 
 def to_shards(tensor: Tensor, cuts: Cuts, trade: HeadTrade, clock: Clock) -> Tensor:
-    """`scatter_tokens` of one tensor with a gradient; every head is held by one rank.
-
-    Collectives: one all_to_all_single.
-    """
+    """`scatter_tokens` of one tensor with a gradient; one rank per head. Collectives: one all_to_all_single."""
     result: Tensor = _ToShards.apply(tensor, cuts, trade, clock)  # type: ignore[no-untyped-call]
     return result
 

@@ -176,11 +176,7 @@ class Plan:
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
-        """The schedules of a plan of replicas, one per pipeline.
-
-        Raises:
-            PlanError: a pipeline has several stages, or one that is no sequence stage.
-        """
+        """Schedules of a plan of replicas, by pipeline. Raises `PlanError`: a pipeline is no one sequence stage."""
         schedules = [stage.schedule for pipeline in self.pipelines for stage in pipeline.stages]
         if not self.is_replicas:
             raise PlanError(
@@ -269,11 +265,7 @@ class Plan:
         return content
 
     def to_replicas_dict(self) -> JsonDict:
-        """Return the content of a file of replicas, version 1.
-
-        Raises:
-            PlanError: the plan is not one of replicas, see `schedules`.
-        """
+        """Return the content of a file of replicas, version 1. Raises `PlanError`: see `schedules`."""
         replicas = []
         for schedule, pipeline in zip(self.schedules, self.pipelines, strict=True):
             batches = {key: getattr(pipeline, key) for key in _BATCH_KEYS if getattr(pipeline, key) is not None}
@@ -305,11 +297,7 @@ INNER = ("one", "tensor", "sequence")
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse a plan that is not consistent.
-
-    Raises:
-        PlanError: the message names the field, its values and the rule.
-    """
+    """Refuse a plan that is not consistent. Raises `PlanError`: the field, its values and the rule."""
     if not plan.pipelines:
         raise PlanError("pipelines is empty; a plan has at least one pipeline.")
     if plan.model is not None:

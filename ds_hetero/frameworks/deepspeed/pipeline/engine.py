@@ -240,11 +240,7 @@ def _left_on_meta(stage: StagedModel) -> Iterator[None]:
 
 
 def _agreed_is_empty(by_rank: Sequence[_Examined]) -> bool:
-    """Whether all ranks have built the model without weights.
-
-    Raises:
-        ModelError: some have, others have not.
-    """
+    """Whether all ranks have built the model without weights. Raises `ModelError`: some have, others have not."""
     empty = [rank for rank, examined in enumerate(by_rank) if examined.is_empty]
     if empty and len(empty) < len(by_rank):
         raise ModelError(

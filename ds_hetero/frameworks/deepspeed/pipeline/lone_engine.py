@@ -75,11 +75,7 @@ def clipping_of(ds_config: DsConfig) -> float:
 
 
 def lone_configuration(ds_config: DsConfig, samples: int) -> State:
-    """Make the configuration of an engine that sees one rank in fp32, without ZeRO and without clipping.
-
-    Args:
-        samples: of an optimizer step of the plan.
-    """
+    """Make the configuration of an engine of one rank, fp32, no ZeRO or clipping; ``samples`` of a step of the plan."""
     kept = {key: value for key, value in ds_config.items() if key not in (*_OURS, "sequence_parallel_size")}
     batches = dict(zip(BATCH_SIZES, (samples, samples, 1), strict=True))
     return {**kept, **batches, "zero_optimization": {"stage": 0}, GRADIENT_CLIPPING: 0.0}
@@ -110,11 +106,7 @@ class LoneWorker(OneWorker, LoneRank):
 
 
 def expect_one_worker(size: int) -> None:
-    """Refuse another sequence-parallel size than the number of all ranks.
-
-    Raises:
-        ConfigError: names both.
-    """
+    """Refuse another sequence-parallel size than the number of all ranks. Raises `ConfigError`: it names both."""
     if size != dist.get_world_size():
         raise ConfigError(
             f"a plan of pipelines takes all {dist.get_world_size()} ranks as one worker, whose batch is the global "

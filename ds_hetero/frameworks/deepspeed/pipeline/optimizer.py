@@ -201,11 +201,7 @@ def groups_by_name(groups: Iterable[Content], names: Mapping[int, str]) -> Group
 
 
 def expect_elementwise(optimizer: type[Optimizer]) -> None:
-    """Refuse an optimizer that does more than treat every element alone.
-
-    Raises:
-        ConfigError: names it.
-    """
+    """Refuse an optimizer that does more than treat every element alone. Raises `ConfigError`: names it."""
     if optimizer.__name__ not in _ELEMENTWISE:
         raise ConfigError(
             f"{optimizer.__name__} cannot be used with pipelines: every rank owns flat parts of parameters, so an "
@@ -256,14 +252,7 @@ class _Holding:
 
 
 def expect_movable(stage_model: nn.Module) -> None:
-    """Refuse re-planning of a model whose layers cannot be moved.
-
-    Args:
-        stage_model: whole, as the user gave it.
-
-    Raises:
-        ConfigError: its layers have buffers.
-    """
+    """Refuse re-planning of a model whose layers cannot be moved. Raises `ConfigError`: they have buffers."""
     in_layers = [name for name, _ in stage_model.named_buffers() if ".layers." in f".{name}"]
     if in_layers:
         raise ConfigError(

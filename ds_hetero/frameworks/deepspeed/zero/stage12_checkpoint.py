@@ -69,11 +69,7 @@ def layout_to_save(names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup])
 
 
 def read_shard(load: Function, path: str) -> State:
-    """A shard's state, on the CPU.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
+    """A shard's state, on the CPU. Raises `CheckpointError`: the file is missing or damaged."""
     if not Path(path).is_file():
         raise CheckpointError(
             f"{path} is missing. The checkpoint is incomplete, as if ranks had died while saving it, or this rank does "

@@ -330,11 +330,7 @@ def gather_experts_at_once(containers: Iterable[nn.Module]) -> None:
 
 
 def check_nodes(ds_config: DsConfig) -> None:
-    """Check that a configuration asks for nothing that keeps shards from lying inside nodes.
-
-    Raises:
-        ConfigError: it does; names the setting.
-    """
+    """Refuse settings that keep shards from lying inside nodes. Raises `ConfigError`: it names the setting."""
     zero = get_zero_config(ds_config)
     refused = {
         f"DeepSpeed {deepspeed.__version__} (it needs {WHOLE})": deepspeed.__version__ not in SpecifierSet(WHOLE),

@@ -174,11 +174,7 @@ def _fault_of(file: str) -> str:
 
 
 def expect_same_parameters(saved: Saved, engine: Engine) -> None:
-    """Check that the checkpoint is of the parameters that the engine trains.
-
-    Raises:
-        CheckpointError: it is not; the same error on every rank.
-    """
+    """Refuse a checkpoint of other parameters than the engine trains. Raises `CheckpointError` on every rank."""
     wanted = {name: tuple(shape) for group in engine._get_zero_param_shapes() for name, shape in group.items()}
     faults = {
         "missing": sorted(wanted.keys() - saved.places.keys()),

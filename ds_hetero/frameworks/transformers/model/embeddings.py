@@ -166,11 +166,7 @@ def scale_noise(embeddings: nn.Module | None, tokens: int, length: int) -> Calla
 
 
 def expect_no_noise(embeddings: nn.Module | None) -> None:
-    """Refuse NEFTune where rows of a batch become one stream, whose length is not that of a row.
-
-    Raises:
-        ConfigError: the embeddings have an amplitude of noise.
-    """
+    """Refuse NEFTune, whose noise depends on a row's length, where rows become one stream. Raises `ConfigError`."""
     if getattr(embeddings, _ALPHA, None):
         raise ConfigError(
             f'{_ALPHA} and "placement": "documents" do not go together: noise is sized by the length of a padded row, '

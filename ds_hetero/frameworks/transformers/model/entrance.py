@@ -198,14 +198,7 @@ class Entrance:
         return self._call is not None
 
     def enter_decoder(self, arguments: Entries) -> Entries:
-        """Arguments for the decoder.
-
-        Args:
-            arguments: what it was called with, by name.
-
-        Raises:
-            BatchError: see `ShardedCall`.
-        """
+        """Arguments for the decoder, of the caller's ``arguments``. Raises `BatchError`: see `ShardedCall`."""
         if not self._at_decoder:
             return arguments
         self._call = None
@@ -259,11 +252,7 @@ class Entrance:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, args: tuple[object, ...], kwargs: Entries) -> Wanted | None:
-        """Results that the call returns, if it is a sharded call.
-
-        Raises:
-            BatchError: see `expect_arguments`.
-        """
+        """Results that the call returns, if it is a sharded call. Raises `BatchError`: see `expect_arguments`."""
         self._latest = None
         if self._call is not None:
             return None

@@ -61,11 +61,7 @@ def read_facts_of_whole_model(model: nn.Module) -> ModelFacts:
 
 
 def describe_model(model: nn.Module) -> ModelFacts:
-    """`read_model_facts` of a model that has been checked.
-
-    Raises:
-        ModelError: it does not have one number of heads, see `head_counts`.
-    """
+    """`read_model_facts` of a model that has been checked. Raises `ModelError`: see `head_counts`."""
     pretrained = pretrained_of(model)
     config = pretrained.config.get_text_config()
     num_heads, num_kv_heads = head_counts(pretrained)

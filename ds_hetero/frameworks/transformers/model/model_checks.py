@@ -115,11 +115,7 @@ def pools(pretrained: PretrainedModel) -> bool:
 
 
 def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:
-    """Query heads and key/value heads.
-
-    Raises:
-        ModelError: the configuration does not have one number for all layers.
-    """
+    """Query heads and key/value heads. Raises `ModelError`: there is not one number for all layers."""
     config = pretrained.config.get_text_config()
     num_heads = _only(values_by_layer(config, "num_attention_heads"))
     num_kv_heads = _only(values_by_layer(config, "num_key_value_heads")) or num_heads
@@ -136,11 +132,7 @@ def _only(values: tuple[Any, ...]) -> Any:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be split exactly.
-
-    Raises:
-        ModelError: with every feature that stands in the way, and what to change where that is possible.
-    """
+    """Refuse what cannot be split exactly. Raises `ModelError` with every such feature, and what to change."""
     adapters: Entries = {}
     for module in reversed(list(model.modules())):  # the outermost module knows best what its adapters are called
         configs = getattr(module, "peft_config", None)
@@ -323,11 +315,7 @@ def values_by_layer(config: Any, name: str) -> tuple[Any, ...]:
 
 
 def common_value(config: Any, name: str) -> Any:
-    """The value that all layers have; None where there is no such field.
-
-    Raises:
-        ModelError: layers differ in it.
-    """
+    """The value that all layers have; None where there is no such field. Raises `ModelError`: layers differ in it."""
     value, *others = values_by_layer(config, name)
     if others:
         raise ModelError(

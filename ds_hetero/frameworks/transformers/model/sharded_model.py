@@ -139,11 +139,7 @@ class ShardedModel:
         return configs
 
     def tile(self, tokens: int) -> None:
-        """Compute MLPs and losses of shards in tiles of so many tokens.
-
-        Raises:
-            ModelError: see `Tiles`.
-        """
+        """Compute MLPs and losses of shards in tiles of so many tokens. Raises `ModelError`: see `Tiles`."""
         if self._entrance.tiles is not None:
             self._entrance.tiles.close()
         self._entrance.tiles = Tiles(self.pretrained, self._decoder, tokens)
@@ -192,11 +188,7 @@ class ShardedModel:
         return pools(self.pretrained)
 
     def expect_tokenwise(self) -> None:
-        """Refuse a shard where the head pools over the sequence.
-
-        Raises:
-            ModelError: it does.
-        """
+        """Refuse a shard where the head pools over the sequence. Raises `ModelError`: it does."""
         if self.pools:
             raise ModelError(POOLS.format(type(self.pretrained).__name__))
 
@@ -328,11 +320,7 @@ class ShardedModel:
         self._observers = observers
 
     def declare_loss(self, convention: str | None) -> None:
-        """Set `loss_convention`.
-
-        Raises:
-            ConfigError: it is that of modules which are not split; on every rank.
-        """
+        """Set `loss_convention`. Raises `ConfigError`: it is that of modules which are not split; on every rank."""
         if convention in UnitCounts._fields:
             raise ConfigError(
                 f'"{SECTION}.loss": "{convention}" is for modules that are not split; the loss of '

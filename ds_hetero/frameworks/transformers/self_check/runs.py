@@ -32,11 +32,7 @@ _TIE_BREAK = 0.05  # relative change of embeddings between two pairs
 
 
 class Runs:
-    """Runs of one piece, whole and sharded.
-
-    Args:
-        piece: the same on every rank.
-    """
+    """Runs of one piece, which is the same on every rank, whole and sharded."""
 
     def __init__(self, model: ShardedModel, piece: Batch) -> None:
         self._model, self._piece = model, piece
@@ -131,11 +127,7 @@ class Runs:
 
 
 class WindowRuns(Runs):
-    """Runs of a window of the batch, for a model with towers.
-
-    Args:
-        piece: the whole batch, the same on every rank.
-    """
+    """Runs of a window of the batch, for a model with towers. ``piece``: the whole batch, the same on every rank."""
 
     def __init__(self, model: ShardedModel, piece: Batch) -> None:
         self._window, self._labels = window_of(piece, model.replica.schedule)

@@ -69,11 +69,7 @@ def empty_model(folder: str | Path, **options: object) -> nn.Module:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether a model was built without weights.
-
-    Raises:
-        ModelError: a part of it was; or it has adapters, whose first values it cannot be given.
-    """
+    """Whether a model was built without weights. Raises `ModelError`: a part of it was; or it has adapters."""
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if not on_meta:
         return False
@@ -259,14 +255,7 @@ class StoredWeights:
         return tuple(self._slices(name).get_shape())
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Read a part of a tensor; the rest stays on the disk.
-
-        Args:
-            part: a slice per dimension.
-
-        Raises:
-            ModelError: the file is damaged.
-        """
+        """Read a part, a slice per dimension, of a tensor on the disk. Raises `ModelError`: it is damaged."""
         try:
             tensor: Tensor = self._slices(name)[part] if part else self._file(name).get_tensor(name)
         except SafetensorError as error:

@@ -44,11 +44,7 @@ class DecoderParts(NamedTuple):
 
 
 def parts_of(pretrained: PretrainedModel) -> DecoderParts:
-    """Return the parts of a model's decoder.
-
-    Raises:
-        ModelError: its configuration has no pipeline plan, or one with other parts.
-    """
+    """Return the parts of a model's decoder. Raises `ModelError`: it has no pipeline plan, or another one."""
     plan = list(getattr(pretrained.config.get_text_config(), "base_model_pp_plan", None) or ())
     decoder = pretrained.base_model
     lists = [name for name in plan if isinstance(getattr(decoder, name, None), nn.ModuleList)]

@@ -99,11 +99,7 @@ class StageModel:
         self._words: VocabularyPart | None = None
 
     def shard_sequences(self, replica: Replica, kernel: str | None) -> None:
-        """Switch a ``"sequence"`` stage to the attention of its schedule.
-
-        Args:
-            kernel: see `ShardedModel`.
-        """
+        """Switch a ``"sequence"`` stage to the attention of its schedule. ``kernel``: see `ShardedModel`."""
         self._sharded = ShardedModel(self.model, replica, kernel)
 
     def cut_by_tensor_parallelism(self, mesh: DeviceMesh) -> None:

@@ -146,11 +146,7 @@ class CheckedParallelizer:
         self.calls = 0
 
     def plan(self, part: Slice, island: Island) -> Sequence[PartialPlan]:
-        """See `Parallelizer.plan`.
-
-        Raises:
-            PlanError: a plan is invalid; names the parallelizer, the rule and the values.
-        """
+        """See `Parallelizer.plan`. Raises `PlanError`: a plan is invalid; names parallelizer, rule and values."""
         self.calls += 1
         plans = self._parallelizer.plan(part, island)
         for plan in plans:
@@ -201,12 +197,7 @@ class CheckedParallelizer:
 
 
 class UniformParallelizer:
-    """Tries every data, pipeline and tensor-parallel degree.
-
-    Args:
-        samples: the global batch.
-        sizes: of micro-batches that are tried.
-    """
+    """Tries every data, pipeline and tensor-parallel degree, and these sizes of micro-batches."""
 
     def __init__(self, costs: StageCosts, samples: int, sizes: Sequence[int]) -> None:
         self._costs, self._samples, self._sizes = costs, samples, tuple(sizes)

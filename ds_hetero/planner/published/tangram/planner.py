@@ -300,11 +300,7 @@ def _compositions(
 
 
 class _Answered:
-    """The answers for an island in every place of a pipeline, by degree and micro-batch, then slice.
-
-    Args:
-        ask: asks them.
-    """
+    """Answers of ``ask`` for an island in every place of a pipeline, by degree and micro-batch, then slice."""
 
     def __init__(self, ask: Answers) -> None:
         self.ask = ask
