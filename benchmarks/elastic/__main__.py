@@ -4,8 +4,10 @@
     python -m benchmarks.elastic --quick                          # 20 faults
 
 Ranks, agents, keepers and nodes are processes of this machine; nodes have their own memory folder, which dies with
-them. Half of the jobs run over loopback. The others have network namespaces, whose links can be cut (which needs root),
-and a warm server on each node. Every fault waits at most --limit-s for the next step; that is a hang.
+them. Most jobs run over loopback. The others have network namespaces, whose links can be cut (which needs root); in one
+each node has a warm server of its own, which can be killed. Every fault waits at most --limit-s for the next step; that
+is a hang. With --at-once several jobs share the machine, which fills the seconds in which one waits for a silence; the
+phases of a fault are measured with one job alone.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import queue
 import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,11 +40,12 @@ class Job(NamedTuple):
     has_network: bool = False  # of its own; then fewer than half of the ranks wait, else any number goes on
     loop: str = "own"  # of `training.LOOPS`
     is_frozen: bool = False  # most of its parameters
+    warms_itself: bool = False  # each node starts a warm server, which imports the frameworks
 
 
 JOBS = (
     Job(1, [1, 1, 1]),
-    Job(3, [1, 1, 1], has_network=True),
+    Job(3, [1, 1, 1], has_network=True, warms_itself=True),
     Job(2, [2, 1]),
     Job(0, [1, 1]),
     Job(2, [2, 1, 1], has_network=True),
@@ -59,6 +65,8 @@ JOBS = (
     Job(3, [2, 1], loop="accelerate"),
     Job(1, [2, 1], loop="sft"),
     Job(3, [1, 1], loop="sft"),
+    Job(1, [1, 1, 1], loop="trainer_of_pipelines"),
+    Job(1, [2, 2], loop="trainer_of_pipelines"),
 )
 
 
@@ -91,33 +99,50 @@ def _is_notice_alone(line: dict[str, Any]) -> bool:
 
 def run_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All faults, a share of them on each job."""
-    draw = random.Random(options.seed)
     jobs = [JOBS[number] for number in options.jobs]
     shares = [options.faults // len(jobs) + (i < options.faults % len(jobs)) for i in range(len(jobs))]
-    end_s = time.monotonic() + options.time_s
+    end_s, has_ended = time.monotonic() + options.time_s, threading.Event()
+    lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def run_job(number: int, job: Job, share: int) -> None:
+        if time.monotonic() > end_s:
+            return
+        folder = Path(options.logs or root) / f"job{number}"
+        folder.mkdir(parents=True)
+        draw = random.Random(f"{options.seed} {number}")
+        with cluster_of(job, folder, options.every, socket, options.pause_s) as cluster:
+            faults = FaultRun(cluster, draw, options.every, options.limit_s)
+            for line in faults.run(share, options.kinds, options.phases):
+                lines.put({"stage": job.stage, "world": job.workers, "loop": job.loop, **line})
+                if has_ended.is_set() or time.monotonic() > end_s:
+                    return
+
     with tempfile.TemporaryDirectory(prefix="elastic-") as root, contextlib.ExitStack() as stack:
-        needs_server = any(not job.has_network for job in jobs)
+        needs_server = not all(job.warms_itself for job in jobs)
         socket = stack.enter_context(warm_server(Path(root))) if needs_server else None
-        for number, job, share in zip(options.jobs, jobs, shares, strict=True):
-            folder = Path(options.logs or root) / f"job{number}"
-            folder.mkdir(parents=True)
-            with cluster_of(job, folder, options.every, socket, options.pause_s) as cluster:
-                for line in FaultRun(cluster, draw, options.every, options.limit_s).run(
-                    share, options.kinds, options.phases
-                ):
-                    yield {"stage": job.stage, "world": job.workers, "loop": job.loop, **line}
-                    if time.monotonic() > end_s:
-                        return
+        with ThreadPoolExecutor(options.at_once) as pool:
+            running = [pool.submit(run_job, *one) for one in zip(options.jobs, jobs, shares, strict=True)]
+            try:
+                while not lines.empty() or not all(one.done() for one in running):
+                    with contextlib.suppress(queue.Empty):
+                        yield lines.get(timeout=0.1)
+                for one in running:
+                    one.result()
+            finally:
+                has_ended.set()
+                for one in running:
+                    one.cancel()
 
 
 @contextlib.contextmanager
 def cluster_of(job: Job, folder: Path, every: int, socket: Path | None, pause_s: float = 0.05) -> Iterator[Cluster]:
-    """The nodes of a job while it is needed; ``socket`` is that of a warm server for jobs without a network."""
+    """The nodes of a job while it is needed; ``socket`` is that of a warm server for jobs that have none."""
     arguments = ["--stage", str(job.stage), "--every", str(every), "--pause-s", str(pause_s)]
     arguments += [*([] if job.loop == "own" else ["--loop", job.loop]), *(["--frozen"] if job.is_frozen else [])]
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(network_of(len(job.workers))) if job.has_network else None
-        cluster = Cluster(folder, job.workers, arguments, socket, network, keeps_majority=job.has_network)
+        warm_socket = None if job.warms_itself else socket
+        cluster = Cluster(folder, job.workers, arguments, warm_socket, network, keeps_majority=job.has_network)
         stack.callback(cluster.end)
         yield cluster
 
@@ -133,6 +158,7 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=lambda text: [int(one) for one in text.split(",")], default=list(range(len(JOBS)))
     )
+    parser.add_argument("--at-once", type=int, default=1, help="jobs that run at the same time")
     parser.add_argument("--pause-s", type=float, default=0.05, help="after each step")
     parser.add_argument("--limit-s", type=float, default=120.0)
     parser.add_argument("--time-s", type=float, default=36_000.0, help="after which no further fault is given")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ _BEGINS = {"connect": "spawn", "build": "init", "load": "built"}  # the first su
 _LOSES_NODE = ("node", "notice", "freeze", "cut")
 _START_LIMIT_S = 180.0
 _PHASE_LIMIT_S = 60.0
+_LOOK_S = 0.0002  # at a save, which lasts for milliseconds
+_LEAST_ALONE = 300  # steps
+
+_alone: dict[tuple[str, bool], list[dict[str, float]]] = {}  # numbers of training in one process, for all jobs
+_training_alone = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -161,8 +167,7 @@ class FaultRun:
         if ready:
             before = max((event["step"] for event in steps if event["time"] < ready[-1]["time"]), default=0)
             lost = max(0, before - ready[-1]["step"])
-        if len(self._reference) < _last_step(events):
-            self._reference = self._train_alone(_last_step(events) + 200)
+        self._reference = self._train_alone(_last_step(events))
         after, self._num_judged = steps[self._num_judged :], len(steps)
         # A step that was saved, and killed before it was logged, is seen in the next one's numbers.
         saved = {event["step"] for event in events if event["event"] == "ready"}
@@ -178,17 +183,13 @@ class FaultRun:
         }
 
     def _train_alone(self, num_steps: int) -> list[dict[str, float]]:
-        """The numbers of the same training in this process."""
+        """The numbers of the same training in this process, of so many steps or more."""
         given = self._cluster.arguments
-        loop, is_frozen = given[given.index("--loop") + 1] if "--loop" in given else "own", "--frozen" in given
-        if loop.startswith("trainer") or loop == "sft":
-            return trainer.train_alone(num_steps, loop)
-        if loop == "accelerate":
-            return loops.train_alone(num_steps)
-        if loop == "pipelines":
-            shape = {"layers": loops.LAYERS, "batch_size": loops.GLOBAL}
-            return training.train_alone(num_steps, is_frozen=is_frozen, **shape)
-        return training.train_alone(num_steps, is_frozen=is_frozen)
+        key = given[given.index("--loop") + 1] if "--loop" in given else "own", "--frozen" in given
+        with _training_alone:
+            if len(_alone.get(key, ())) < num_steps:
+                _alone[key] = _train_alone(*key, max(2 * num_steps, _LEAST_ALONE))
+            return _alone[key]
 
     def _worst(self, steps: list[Event], name: str) -> float:
         pairs = [(step[name], self._reference[step["step"] - 1][name]) for step in steps if name in step]
@@ -207,6 +208,15 @@ class FaultRun:
         return said
 
 
+def _train_alone(loop: str, is_frozen: bool, num_steps: int) -> list[dict[str, float]]:
+    if loop.startswith("trainer") or loop == "sft":
+        return trainer.train_alone(num_steps, loop)
+    if loop == "accelerate":
+        return loops.train_alone(num_steps)
+    shape = {"layers": loops.LAYERS, "batch_size": loops.GLOBAL} if loop == "pipelines" else {}
+    return training.train_alone(num_steps, is_frozen=is_frozen, **shape)
+
+
 def _wait_for_save(fault: Fault) -> None:
     """Wait until a save of the node is being written, here or as a copy; for a while only, as it takes milliseconds."""
     end_s = time.monotonic() + _PHASE_LIMIT_S
@@ -214,6 +224,7 @@ def _wait_for_save(fault: Fault) -> None:
         is_copy = [path.name.startswith("from-") for path in fault.node.dirty_segments()]
         if (fault.phase == "copy") in is_copy:
             return
+        time.sleep(_LOOK_S)
 
 
 def _kill(pid: int, number: int = signal.SIGKILL) -> None:

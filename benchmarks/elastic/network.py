@@ -2,15 +2,27 @@
 
 Needs root and Linux's ``unshare``, ``nsenter``, ``ip`` and ``bridge``. The machine's own network is not touched: the
 bridge lies in a namespace too.
+
+    python -m benchmarks.elastic.network SOCKET PID     a warm server in the namespace of a process
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
 
+from ds_hetero.elastic.node import client
+from ds_hetero.elastic.node.warm import WarmServer
+
+_CLONE_NEWNET = 0x40000000
 _TOOLS = ("unshare", "nsenter", "ip", "bridge")
 
 
@@ -47,6 +59,19 @@ class Network:
     def prefix(self, number: int) -> list[str]:
         """Words before a command that runs on a node."""
         return ["nsenter", "--net", f"--target={self._holders[number + 1].pid}"]
+
+    def fork_warm_server(self, number: int, origin: Path, path: Path) -> subprocess.Popen[bytes]:
+        """Fork a warm server into the namespace of a node, from one that has imported the frameworks.
+
+        Args:
+            origin: socket of the server that is forked.
+            path: of the new one's socket.
+
+        Returns:
+            A process with which the new server ends.
+        """
+        asks = [sys.executable, "-S", "-E", client.__file__, str(origin), "--", "-m", "benchmarks.elastic.network"]
+        return subprocess.Popen([*asks, str(path), str(self._holders[number + 1].pid)])
 
     def cut(self, number: int) -> None:
         """Drop all packets from and to a node; neither side is told."""
@@ -101,3 +126,17 @@ def network_of(num_nodes: int) -> Iterator[Network]:
         yield network
     finally:
         network.end()
+
+
+def main() -> NoReturn:
+    """Enter the namespace and serve: for a process that a warm server has forked, with all that it has imported."""
+    path, pid = sys.argv[1:]
+    with open(f"/proc/{pid}/ns/net", "rb") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    gc.freeze()
+    WarmServer(path).serve()
+
+
+if __name__ == "__main__":
+    main()

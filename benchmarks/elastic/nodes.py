@@ -86,7 +86,7 @@ class Node:
         command = [] if cluster.network is None else cluster.network.prefix(self.number)
         command += [sys.executable, "-m", "ds_hetero.run", "--elastic", "--job", cluster.job, "--node", self.name]
         command += ["--listen", self.address, "--workers", str(self.workers), "--silence-s", "8"]
-        command += [] if cluster.warm_socket is None else ["--warm", str(cluster.warm_socket)]
+        command += [] if cluster.warm_socket is None else ["--warm", str(cluster.warm_socket_of(self))]
         command += [] if cluster.keeps_majority else ["--min-ranks", "1"]
         command += ["--ranks", str(sum(node.workers for node in cluster.nodes))]
         command += ["--join", others[0].address] if others and self.number else []
@@ -195,8 +195,9 @@ class Cluster(EventLog):
         folder: of logs.
         workers: by node.
         arguments: of the script.
-        warm_socket: of a warm server that runs; None for one of each node's own.
-        network: that the nodes are connected by, each with a warm server of its own; None for loopback.
+        warm_socket: of a warm server that runs, from which those of nodes in a network are forked; None where the
+            launcher of each node starts one.
+        network: that the nodes are connected by; None for loopback.
         keeps_majority: whether fewer than half of the ranks wait for the others.
     """
 
@@ -211,7 +212,7 @@ class Cluster(EventLog):
         keeps_majority: bool = False,
     ) -> None:
         self.folder, self.arguments, self.script = folder, arguments, _SCRIPT
-        self.warm_socket = warm_socket if network is None else None  # its workers are in its namespace
+        self.warm_socket = warm_socket
         self.network, self.keeps_majority = network, keeps_majority
         self.job = f"bench-{os.getpid()}-{secrets.token_hex(3)}"
         self.environment = environment_of_ranks()
@@ -221,9 +222,21 @@ class Cluster(EventLog):
         self.nodes: list[Node] = []
         for number, count in enumerate(workers):
             self.nodes.append(Node(self, number, count))
+        self._warm_servers: list[subprocess.Popen[bytes]] = []
+
+    def warm_socket_of(self, node: Node) -> Path | None:
+        """Socket of the warm server that a node uses: workers are in the namespace of theirs."""
+        if self.warm_socket is None or self.network is None:
+            return self.warm_socket
+        return self.warm_socket.with_name(f"{self.job}-{node.name}.sock")
 
     def start(self) -> None:
         """Start all nodes."""
+        if self.network is not None and self.warm_socket is not None:
+            for node in self.nodes:
+                path = self.warm_socket_of(node)
+                assert path is not None
+                self._warm_servers.append(self.network.fork_warm_server(node.number, self.warm_socket, path))
         for node in self.nodes:
             node.start()
 
@@ -241,6 +254,9 @@ class Cluster(EventLog):
             if keeper is not None and _is_ours(int(keeper["pid"])):  # of a torchrun that was killed
                 _signal(int(keeper["pid"]), signal.SIGKILL)
             shutil.rmtree(node.place.folder, ignore_errors=True)
+        for server in self._warm_servers:
+            server.kill()
+            server.wait()
         with contextlib.suppress(OSError):
             self.nodes[0].place.folder.parent.rmdir()
 

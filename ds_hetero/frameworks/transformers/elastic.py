@@ -29,7 +29,7 @@ from ds_hetero.elastic.worker import own_worker
 from ds_hetero.engine.adapters import ElasticState
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import Registry
-from ds_hetero.errors import CheckpointError, ConfigError
+from ds_hetero.errors import CheckpointError
 from ds_hetero.runtime.data.epochs import drawing_from
 
 _trainings: dict[str, _Training] = {}  # that are under way, by the folder of each
@@ -93,13 +93,6 @@ class _Training:
 
     def load(self) -> None:
         """Put back the engine's state, in place of reading a checkpoint; where there is none, begin to save."""
-        if self._registry.is_pipelined(
-            self._trainer.model
-        ):  # was not compared over faults since it resumes amid later epochs
-            raise ConfigError(
-                "a Trainer whose model is cut into pipelines cannot be kept by an elastic job yet. Train them in a "
-                "loop of your own with handle.elastic, or start the job without --elastic."
-            )
         self.elastic.go_on({_OBJECT: self}, self._found)
 
     def begin(self) -> None:

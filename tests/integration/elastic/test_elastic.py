@@ -31,6 +31,7 @@ def warm_socket(tmp_path_factory):
         (Job(1, [1, 1, 1], loop="pipelines"), 3),
         (Job(3, [1, 1], loop="accelerate"), 3),
         (Job(1, [1, 1], loop="sft"), 3),
+        (Job(1, [1, 1, 1], loop="trainer_of_pipelines"), 3),
     ],
     ids=lambda given: f"{given.loop}-zero{given.stage}" if isinstance(given, Job) else "",
 )
@@ -64,12 +65,6 @@ config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "zero_allow_
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**config, "heterogeneity": {}})
 handle.elastic(handle.dataloader(make_loader()))
 """
-TRAINER_OF_PIPELINES = """
-import os, sys
-sys.argv[1:] = ["--events", os.devnull, "--loop", "trainer_of_pipelines"]
-from benchmarks.elastic.training import main
-main()
-"""
 
 
 @pytest.mark.parametrize(
@@ -81,13 +76,8 @@ main()
             "the optimizer has a learning-rate scheduler that an elastic job would lose",
             'handle.elastic(loader, extra={"scheduler": scheduler}).',
         ),
-        (
-            TRAINER_OF_PIPELINES,
-            "a Trainer whose model is cut into pipelines cannot be kept by an elastic job yet",
-            "or start the job without --elastic.",
-        ),
     ],
-    ids=["no section", "a scheduler that nobody keeps", "a Trainer of pipelines"],
+    ids=["no section", "a scheduler that nobody keeps"],
 )
 def test_a_refusal_ends_the_job_once_with_its_reason(tmp_path, warm_socket, code, reason, remedy):
     script = tmp_path / "train.py"
