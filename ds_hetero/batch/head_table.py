@@ -57,11 +57,7 @@ class HeadTable:
         return sum(member.tokens for member in self.members)
 
     def qkv_sizes(self, unit: int) -> tuple[list[int], list[int]]:
-        """Elements of q, k and v that this rank sends to, and receives from, each member; gradients go the other way.
-
-        Args:
-            unit: elements of one token of one head.
-        """
+        """Elements of q, k, v that each member is sent and sends; ``unit`` of a token of a head; gradients reversed."""
         own = self.own
         sent = [own.tokens * unit * member.width for member in self.members]
         return sent, [member.tokens * unit * own.width for member in self.members]

@@ -30,16 +30,12 @@ class KernelCall(NamedTuple):
 
 @dataclass(frozen=True)
 class SubRing:
-    """This rank's part in one sub-ring task.
-
-    Args:
-        segments: (query heads of this rank, KV heads of this task) with a uniform number of queries per KV head.
-    """
+    """This rank's part in one sub-ring task."""
 
     tag: int  # of its messages; the same on all its ranks, and of no other task of the placement
     ranks: tuple[int, ...]  # global rank at every position of the lane's ring
     kv_heads: slice  # this task's KV heads among those of this rank
-    segments: tuple[tuple[slice, slice], ...]
+    segments: tuple[tuple[slice, slice], ...]  # (query heads here, KV heads of the task), evenly many queries each
 
 
 @dataclass(frozen=True, eq=False)

@@ -106,11 +106,7 @@ MAX_DOCUMENTS = 100_000
 
 
 def read_lengths(path: str) -> list[int]:
-    """Read the lengths of documents: a JSON list of tokens, or an object with such a list as ``lengths``.
-
-    Raises:
-        PlanError: no such file, or a length that is none.
-    """
+    """Lengths of documents: a JSON list of tokens, or an object with it as ``lengths``. Raises `PlanError`."""
     data = read_file(path, "lengths", PlanError)
     if isinstance(data, Mapping):
         data = data.get("lengths")

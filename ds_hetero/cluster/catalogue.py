@@ -310,11 +310,7 @@ _GEFORCE = re.compile(r"RTX-[2-5]0[5-9]0")
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """A device and what it comes with.
-
-    Args:
-        bf16_flops_per_s: the most it reaches in bf16 where it has none and computes in fp32; None where it has.
-    """
+    """A device and what it comes with."""
 
     device: DeviceSpec  # its numbers
     link_name: str  # what joins such devices inside a node
@@ -325,7 +321,7 @@ class CatalogueEntry:
     ranks: int  # devices that PyTorch sees of one card; ``device`` is one of them
     peer_to_peer: bool  # whether the driver lets such cards write into each other's memory; False of GeForce
     attention: Rates  # rates of kernels that run there, the one that an installation would choose first
-    bf16_flops_per_s: float | None
+    bf16_flops_per_s: float | None  # at most, where it has no bf16 and computes in fp32; None where it has
 
 
 NOMINAL_SHARE = 0.8
@@ -382,11 +378,7 @@ CATALOGUE: dict[str, CatalogueEntry] = {row.name: _entry(row) for row in ROWS}
 
 
 def with_kernel(cluster: Cluster, kernel: str | None) -> Cluster:
-    """Return the cluster with the rates of a kernel of attention on all its devices of the catalogue.
-
-    Raises:
-        ClusterError: the kernel does not run on one of them.
-    """
+    """The cluster with an attention kernel's rates on known devices. Raises `ClusterError`: it does not run there."""
     if kernel is None:
         return cluster
 

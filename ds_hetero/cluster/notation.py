@@ -230,11 +230,7 @@ def _remarks(every: Iterable[_Cards]) -> Iterable[str]:
 
 
 def read_prices(text: str, cluster: Cluster) -> dict[str, float]:
-    """Read the line; prices by the names of the cluster's devices.
-
-    Raises:
-        ClusterError: a part of the line that is no price, is for no device of the cluster, or comes twice.
-    """
+    """Read prices by the cluster's devices. Raises `ClusterError`: no price, no device, or one that comes twice."""
     names = tuple(dict.fromkeys(device.name for device in cluster.devices))
     prices: dict[str, float] = {}
     for part in text.split(","):

@@ -85,17 +85,12 @@ class AssignedWork(Work):
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Computing time of the groups, forward and backward (P).
-
-    Args:
-        length_BK: tokens of every group.
-        slope_PBK, fixed_PBK: time of attention per token of a block, and per block.
-    """
+    """Computing time of the groups, forward and backward (P)."""
 
     non_attention_PBK: Floats  # time outside attention of the slowest rank
-    length_BK: Floats
-    slope_PBK: Floats
-    fixed_PBK: Floats
+    length_BK: Floats  # tokens of every group
+    slope_PBK: Floats  # seconds of attention per token of a block
+    fixed_PBK: Floats  # and per block
     contiguous_causal: bool  # whether a group computes less of some blocks than of others
 
     def take(self, rows: Ints) -> Compute:

@@ -502,12 +502,7 @@ class _Job:
     on_host: bool  # devices are CPUs
 
     def workload(self, num_replicas: int, weights: tuple[float, ...] | None = None) -> Workload:
-        """The workload of one of ``num_replicas`` replicas.
-
-        Args:
-            num_replicas: copies of the model.
-            weights: ZeRO shares of all ranks, where they follow from the devices' memory.
-        """
+        """The workload of one of ``num_replicas`` copies; ``weights`` are ZeRO shares that follow from memory."""
         workload = workload_of(self.facts, num_replicas, on_host=self.on_host)
         if num_replicas > 1:
             knows_all = self.cluster is not None and self.cluster.num_ranks == self.world_size

@@ -29,14 +29,10 @@ _ADAM_BYTES = 3 * FP32_BYTES  # value and two moments of an owned element
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFacts:
-    """Facts of a job whose pipelines are searched for.
-
-    Args:
-        no_inners: why ranks cannot share the work of a stage of this model, by the way in which they cannot.
-    """
+    """Facts of a job whose pipelines are searched for."""
 
     job: JobFacts  # section, model and training
-    no_inners: Mapping[str, str]
+    no_inners: Mapping[str, str]  # why ranks cannot share the work of a stage of this model, by the way
 
     @property
     def left_out(self) -> Mapping[str, str]:

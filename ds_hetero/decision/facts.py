@@ -20,11 +20,7 @@ NO_MODEL = "no model was given."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """Facts of a model for the start of a job.
-
-    Args:
-        softcap: bound of its attention scores, see `ds_hetero.runtime.attention.kernels.Scores`; None for no bound.
-    """
+    """Facts of a model for the start of a job."""
 
     name: str  # the model's class, or its preset
     num_heads: int  # query heads
@@ -39,7 +35,7 @@ class ModelFacts:
     checkpointing: bool = False  # whether the activations of every layer are checkpointed
     offloads_checkpoints: bool = False  # whether what is checkpointed is kept in the host's memory
     head_dim: int | None = None  # width of a head, of the widest where layers differ; None where the model does not say
-    softcap: float | None = None
+    softcap: float | None = None  # bound of its attention scores, see `kernels.Scores`; None for no bound
     is_split: bool = True  # whether it is switched to our attention; False for a module that every rank runs whole
 
     def expect_spec(self, *, by_memory: bool = False) -> ModelSpec:

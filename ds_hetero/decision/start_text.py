@@ -37,12 +37,7 @@ def announce(text: str) -> None:
 
 
 def plan_text(plan: Plan, section: HeterogeneitySection) -> str:
-    """One line: ``4 ranks, schedule four_ranks.json: groups 2, heads 6+2 | 5+3, tokens 4:1 | 3:2``.
-
-    Args:
-        plan: of replicas.
-        section: that the plan was made of.
-    """
+    """One line of a plan of replicas: ``4 ranks, schedule four_ranks.json: groups 2, heads 6+2 | 5+3, tokens ...``."""
     source = section.strategy if isinstance(section.strategy, str) else "given inline"
     source = Path(source).name if source.endswith(".json") else source
     shapes: dict[Schedule, list[int]] = {}
@@ -158,11 +153,7 @@ def _against_baselines(planned: PlannedSchedule) -> str:
 
 
 def pipelines_text(plan: Plan) -> str:
-    """A line that counts, and a line per pipeline: ``3 x 1 samples: ranks 0, 1 (tensor) layers 0-3, rank 2 layer 3``.
-
-    Args:
-        plan: of pipelines with layers.
-    """
+    """A line that counts, and one per pipeline: ``3 x 1 samples: ranks 0, 1 (tensor) layers 0-3, rank 2 layer 3``."""
     count = len(plan.pipelines)
     lines = [f"{len(plan.ranks)} ranks in {count} pipeline{'s' if count > 1 else ''}"]
     lines += [f"  {_pipeline_text(pipeline)}" for pipeline in plan.pipelines[:_SHOWN]]
@@ -172,11 +163,7 @@ def pipelines_text(plan: Plan) -> str:
 
 
 def searched_text(searched: SearchedPipelines) -> str:
-    """The prediction of the plan, the reasons for it, and the rivals that it has beaten.
-
-    Args:
-        searched: from `ds_hetero.decision.decide_pipelines.search_pipelines`.
-    """
+    """The prediction of a plan that `search_pipelines` found, the reasons, and the rivals that it has beaten."""
     planned, predicted = searched.planned, searched.plan.predicted or {}
     recomputed = "with" if searched.plan.activation_checkpointing else "without"
     lines = [

@@ -20,17 +20,12 @@ from ds_hetero.runtime.step_clock import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Results of sharded calls.
-
-    Args:
-        shorter_outputs: names of classes of outputs whose results of tokens have a column less than the batch, since
-            each is of the next token.
-    """
+    """Results of sharded calls."""
 
     own_outputs: bool  # the model's own outputs, put together; else `ds_hetero.engine.adapters.ResultsOfTokens`
     logits: bool  # with ``logits`` [B, L, V]
     hidden_state: bool = False  # with ``hidden_state``, which is no output of the model's
-    shorter_outputs: tuple[str, ...] = ()
+    shorter_outputs: tuple[str, ...] = ()  # classes of outputs of next tokens: a column less than the batch
 
 
 @dataclass(frozen=True, eq=False)

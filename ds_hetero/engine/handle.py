@@ -96,11 +96,7 @@ class Handle:
         return tuple(change for change in changes if isinstance(change, ScheduleChange))
 
     def _choose(self, call: str) -> ModelCalls:
-        """Loader and losses for the model that ``call`` is about.
-
-        Raises:
-            ConfigError: there is no model, or models between which the call would make a difference.
-        """
+        """Loader and losses for the model of ``call``. Raises `ConfigError`: there is none, or several unlike ones."""
         if self._model is not None:
             return calls_of(self.registry, self._model)
         in_training = [prepared.model for prepared in self.registry.in_training]

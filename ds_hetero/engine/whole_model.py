@@ -231,11 +231,7 @@ class WholeModel:
         return self._batch
 
     def micro_step(self, steps_done: int) -> int:
-        """Return how many backwards were run since the latest optimizer step.
-
-        Args:
-            steps_done: optimizer steps of the engine, which does not count micro-steps under accelerate.
-        """
+        """Return the backwards since the latest optimizer step, of which the engine has done ``steps_done``."""
         if steps_done != self._steps_done:
             self._steps_done, self._num_backwards = steps_done, 0
         return self._num_backwards
@@ -296,11 +292,7 @@ class WholeModel:
         return on_all_ranks(lambda: wanted if trial is None or wanted <= now else trial.most(wanted, now))
 
     def change_replica(self, replica: Replica) -> None:
-        """Go on with other batches, from the first step on that no rank has drawn.
-
-        Caller: every rank of the world, between two steps.
-        Collectives: one `on_all_ranks`.
-        """
+        """Go on with other batches, from the next undrawn step on; on every rank. Collectives: one `on_all_ranks`."""
         self.replica = replica
         readers = [reader for weak in self._readers if (reader := weak()) is not None]
         newest = on_all_ranks(lambda: max((reader.newest_step for reader in readers), default=-1))
@@ -372,11 +364,7 @@ def packs_in_evaluation(module: nn.Module) -> bool:
 
 
 def _expect_no_router_loss(model: nn.Module, batch: Batch) -> None:
-    """Refuse the load-balancing loss of experts: a product of two means over the tokens of a rank's micro-batch.
-
-    Raises:
-        ConfigError: the configuration or the batch asks for it.
-    """
+    """Refuse experts' load-balancing loss, a product of two means over a rank's tokens. Raises `ConfigError`."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     weight = getattr(text, "router_aux_loss_coef", 0)

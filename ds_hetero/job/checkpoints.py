@@ -203,11 +203,7 @@ def _measure(path: Path) -> SavedFile:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Read the manifest of a checkpoint; None where it has none, as those of DeepSpeed alone.
-
-    Raises:
-        CheckpointError: the manifest is damaged, or of a later version.
-    """
+    """Read a checkpoint's manifest; None where DeepSpeed wrote it alone. Raises `CheckpointError`."""
     path = folder / MANIFEST
     if not path.exists():
         return None

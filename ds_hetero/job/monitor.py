@@ -70,15 +70,10 @@ class EventWriter(Protocol):
 
 @dataclass(frozen=True)
 class DocumentObserver:
-    """Observer where batches are placed by documents.
+    """Observer where batches are placed by documents."""
 
-    Args:
-        zones: where their tokens lie.
-        renewal: gives the placing new costs; None where the section does not ask for re-planning.
-    """
-
-    zones: DocumentZones
-    renewal: CostRenewal | None
+    zones: DocumentZones  # where their tokens lie
+    renewal: CostRenewal | None  # gives the placing new costs; None without re-planning
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -351,15 +351,10 @@ class ReplicaBatches:
 
 @dataclass(frozen=True)
 class Request:
-    """Request to a job.
-
-    Args:
-        plan: in the section's file, or inline in it, or of its batches; None where it names a strategy or asks for a
-            search.
-    """
+    """Request to a job."""
 
     section: HeterogeneitySection | None  # the "heterogeneity" section; None where there is none, or it is switched off
-    plan: Plan | None
+    plan: Plan | None  # in the section's file or in it, or of its batches; None where one is to be searched
 
     @property
     def is_of_pipelines(self) -> bool:

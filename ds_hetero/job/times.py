@@ -282,11 +282,7 @@ class JobTimes(NamedTuple):
         return PHASES if self.pipelines else SHARES
 
     def tokens_per_s(self, plan: Plan) -> float:
-        """Tokens of the job, each of which every stage of its pipeline sees, and every rank of a tensor-parallel stage.
-
-        Args:
-            plan: that the steps ran under.
-        """
+        """Tokens of the job: of every rank of pipelines' first stages, of one rank where those are tensor-parallel."""
         first = [pipeline.stages[0] for pipeline in plan.pipelines]
         readers = [rank for stage in first for rank in (stage.ranks if stage.inner == "sequence" else stage.ranks[:1])]
         return sum(self.ranks[rank].tokens_per_s for rank in readers)

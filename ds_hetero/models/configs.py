@@ -231,13 +231,7 @@ _SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size")
 
 
 def _refuse_other_attention(config: JsonObject, name: str, recurrent: RecurrentLayers | None) -> None:
-    """Layers that a split of heads and tokens cannot describe.
-
-    Args:
-        config: of the decoder.
-        name: of the model, for messages.
-        recurrent: what is known of the layers that carry a state.
-    """
+    """Refuse layers that a split of heads and tokens cannot describe, beside known ``recurrent`` ones."""
     known: tuple[str, ...] = ()
     if recurrent is not None:
         known = ("linear_num_key_heads", "mamba_d_state", *_SHARED)

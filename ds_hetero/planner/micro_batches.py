@@ -30,18 +30,14 @@ from ds_hetero.values.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicasPlan:
-    """Schedules and batches of all replicas.
-
-    Args:
-        even_s: ``step_s`` with the same micro-batches on every replica; None if the global batch cannot be cut so.
-    """
+    """Schedules and batches of all replicas."""
 
     plans: tuple[PlannedSchedule, ...]  # the planned schedule of every replica; its ranks begin at 0
     schedules: tuple[Schedule, ...]  # the same schedules in ranks of the job, where the replicas follow one another
     split: BatchSplit  # the batches of all replicas
     step_s: float  # predicted time of an optimizer step
     busy_s: tuple[float, ...]  # the part of ``step_s`` that every replica spends on its own micro-batches
-    even_s: float | None
+    even_s: float | None  # ``step_s`` with the same micro-batches on all; None if the batch cannot be cut so
 
 
 def plan_replicas(

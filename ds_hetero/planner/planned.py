@@ -154,15 +154,11 @@ class Planned(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSchedule(Planned):
-    """The chosen schedule of one replica, how long it takes, and how that compares.
-
-    Args:
-        baselines: the best legal schedule of ``ulysses``, ``ring`` and ``usp``; None where infeasible.
-    """
+    """The chosen schedule of one replica, how long it takes, and how that compares."""
 
     prediction: Prediction  # of the schedule, with its bottleneck and the bound of perfect balance
     name: str  # what the schedule is, for people
-    baselines: dict[str, Prediction | None]
+    baselines: dict[str, Prediction | None]  # the best ``ulysses``, ``ring`` and ``usp``; None where infeasible
     baseline_names: dict[str, str]  # which one that is, such as ``usp 2x8``
     baseline_reasons: dict[str, str]  # why, for those that are None
     rejected: tuple[Rejected, ...]  # other candidates with reasons
@@ -208,13 +204,7 @@ class PlannedSchedule(Planned):
 
 
 def busy_ranks(plan: Plan, candidate: PlanCandidate, step_s: float) -> dict[int, float]:
-    """Share of a step that the ranks of pipelines compute.
-
-    Args:
-        plan: of pipelines.
-        candidate: the same plan as the search sees it.
-        step_s: time of the step.
-    """
+    """Share of a step of ``step_s`` that the ranks of a plan of pipelines, which is ``candidate``, compute."""
     return {
         rank: placed.micro_batches * (cut.forward_s[j] + cut.backward_s[j]) / step_s
         for pipeline, placed, cut in zip(plan.pipelines, candidate.placed, candidate.cuts, strict=True)

@@ -94,12 +94,7 @@ def measure_cached(
 
 
 def describe_age(content: JsonObject, is_new: bool) -> str:
-    """Say on rank 0 when ``content`` was measured, whether that can be trusted, and how to measure anew.
-
-    Args:
-        content: from `measure_cached`.
-        is_new: likewise.
-    """
+    """Say on rank 0 when what `measure_cached` returned was measured, if to trust it, and how to measure anew."""
     profile = content["profile"]
     if not is_new:
         taken = datetime.fromisoformat(profile["measured_at"])

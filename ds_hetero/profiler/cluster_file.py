@@ -56,13 +56,7 @@ class RankFacts:
 
 
 def cluster_content(ranks: Sequence[RankFacts], samples: Samples, circumstances: JsonObject | None = None) -> JsonDict:
-    """The content of a cluster file for ranks and their samples.
-
-    Args:
-        ranks: in order.
-        samples: by rank.
-        circumstances: of the measurement, by a name of `CIRCUMSTANCES`.
-    """
+    """Content of a cluster file for ranks and samples, in order; ``circumstances`` by names of `CIRCUMSTANCES`."""
     nodes = nodes_of(ranks)
     names, devices, errors = _devices(ranks, samples)
     entries = []

@@ -29,13 +29,9 @@ class CpuUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quietness:
-    """Signs of how quiet the machines were.
+    """Signs of how quiet the machines were."""
 
-    Args:
-        others_share: largest share of a host's cores that other processes kept busy; None where it is not known.
-    """
-
-    others_share: float | None
+    others_share: float | None  # largest share of a host's cores that others kept busy; None: unknown
     spread: float  # how much the slowest of equal timings exceeds the fastest, on the rank where it is most
 
 
@@ -82,11 +78,7 @@ def quietness_of(uses: Sequence[CpuUse], repeats: Sequence[Sequence[float]]) -> 
 
 
 def busy_reason(profile: JsonObject) -> str | None:
-    """Why a profile is one of busy machines, for people; None if they were quiet.
-
-    Args:
-        profile: of a cluster file; one of an earlier release has no signs, and counts as quiet.
-    """
+    """Why a profile is one of busy machines, for people; None if they were quiet, or it has no signs."""
     signs = {**asdict(Quietness(None, 0.0)), **profile.get("machine", {})}
     reasons = []
     if (signs["others_share"] or 0.0) > MAX_OTHERS:

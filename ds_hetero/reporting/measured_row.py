@@ -168,11 +168,7 @@ def _trained(work: Workload) -> dict[str, object]:
 
 
 def _optimizer(work: Workload, name: str | None) -> str:
-    """Return what the table calls the optimizer.
-
-    Raises:
-        PlanError: several optimizers have as many bytes of state, or the run trained a part of the weights alone.
-    """
+    """Name of the optimizer in the table. Raises `PlanError`: bytes of state fit several, or it trained a part."""
     master = 4 if work.element_bytes == 4 and work.zero_stage == 0 else 0  # weights in fp32 are their own master
     fitting = [each for each, size in OPTIMIZER_BYTES.items() if size == work.optimizer_bytes + master]
     if not fitting:

@@ -69,13 +69,7 @@ def pipeline_bars(finished: Finished, pipeline: int, micro_batches: int) -> list
 
 
 def add_pipelines(page: Page, described: DescribedPlan, run: RunFile | None = None) -> None:
-    """Add the sections of a plan of pipelines.
-
-    Args:
-        page: that is being made.
-        described: the plan with what it was made for.
-        run: what a job that ran it measured.
-    """
+    """Add a plan of pipelines to the page, and what a job that ran it measured."""
     costs, finished = judged(described)
     plan, work, step_s = described.plan, described.scenario.workload, finished.step_s
     samples = sum((p.micro_batch_size or 0) * (p.micro_batches or 0) for p in plan.pipelines)

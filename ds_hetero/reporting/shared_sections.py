@@ -137,13 +137,7 @@ class RankRow:
 
 
 def rank_rows(cost: CostModel, schedule: Schedule, each: bool) -> list[RankRow]:
-    """Return the rows, at most `MAX_ROWS`.
-
-    Args:
-        cost: of the replica.
-        schedule: of the replica.
-        each: every rank is a row of its own, as measured ranks differ.
-    """
+    """Rows of a replica's ranks, at most `MAX_ROWS`; ``each`` has one of its own, as measured ranks differ."""
     tokens, heads = schedule.tokens(cost.workload.seq_len), heads_of(schedule)
     position = {rank: i for i, group in enumerate(schedule.ring_groups) for rank in group.ranks}
     alike: dict[Any, list[int]] = {}

@@ -58,12 +58,7 @@ class Process:
 
 
 def trace_of(described: DescribedPlan, run: RunFile | None = None) -> JsonDict:
-    """Return the trace of one optimizer step.
-
-    Args:
-        described: the plan with what it was made for.
-        run: what a job measured that ran it; its ranks stand below the predicted ones.
-    """
+    """The trace of a predicted step; below it stand the ranks of a job that ran the plan, if there was one."""
     events: list[JsonDict] = []
     if described.num_replicas:
         for replica in range(described.num_replicas):

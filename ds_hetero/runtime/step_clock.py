@@ -121,16 +121,10 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class NamedRange:
-    """One range of a step, as a torch profiler's trace shows it.
+    """One range of a step, as a torch profiler's trace shows it."""
 
-    Args:
-        name: with `RANGE_PREFIX`.
-        start_s: since the step began on this rank.
-        stop_s: likewise.
-    """
-
-    name: str
-    start_s: float
+    name: str  # with `RANGE_PREFIX`
+    start_s: float  # since the step began on this rank
     stop_s: float
 
 

@@ -155,11 +155,7 @@ class Schedule:
         return tuple(weights[rank] for rank in self.ranks)
 
     def tokens(self, length: int) -> dict[int, int]:
-        """Whole tokens of every rank for a sequence of ``length`` tokens, by largest remainder.
-
-        Raises:
-            ScheduleError: fewer tokens than ranks that are to hold some.
-        """
+        """Whole tokens of every rank, by largest remainder. Raises `ScheduleError`: fewer than ranks to hold some."""
         return dict(_tokens(self, length))
 
     def group_tokens(self, length: int) -> tuple[int, ...]:

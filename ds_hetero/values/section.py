@@ -328,11 +328,7 @@ def _path(location: tuple[int | str, ...], raw: JsonObject) -> str:
 
 
 def accepted(path: str) -> str:
-    """A sentence that says what a key of the section takes; empty for a key that does not exist.
-
-    Args:
-        path: of the key inside the section, such as ``"replan.min_gain"``.
-    """
+    """A sentence on what a key of the section, such as ``"replan.min_gain"``, takes; empty for an unknown one."""
     return f"It takes {_ACCEPTED[path]}." if path in _ACCEPTED else ""
 
 

@@ -141,11 +141,7 @@ def _check_before_deciding(
 def _expect_partition(
     section: HeterogeneitySection, ds_config: JsonObject, weights: Sequence[float], model: nn.Module | None
 ) -> None:
-    """Refuse ZeRO partitions of our own that DeepSpeed's settings rule out; says nothing where DeepSpeed is missing.
-
-    Raises:
-        ConfigError: as the start of the job.
-    """
+    """Refuse ZeRO partitions that DeepSpeed, if it is there, rules out. Raises `ConfigError`, as the job's start."""
     ours = section.zero_within is not None or not is_even(weights)
     if ours and find_spec("deepspeed") is not None:
         from ds_hetero.frameworks.deepspeed.zero.optimizers import expect_possible

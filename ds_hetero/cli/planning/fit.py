@@ -41,17 +41,13 @@ MAX_KINDS = 6  # of ranks, as columns
 
 @dataclass(frozen=True, slots=True)
 class _Outlook:
-    """Outlook of one cluster: today's, or one of those that are asked for.
-
-    Args:
-        remedy: changes that make it fit; none where it fits without, or where nothing makes it fit.
-    """
+    """Outlook of one cluster: today's, or one of those that are asked for."""
 
     name: str  # ``today``, or what is asked
     cluster: Cluster  # its devices
     longest: int  # sequence that fits
     changed: Changed | None  # its schedule and prediction after the remedy; None where nothing is near to fitting
-    remedy: tuple[Change, ...] = ()
+    remedy: tuple[Change, ...] = ()  # changes that make it fit; none where it fits without, or nothing helps
     why_not: str | None = None  # a sentence that says why it does not fit; None where it does
 
     @property

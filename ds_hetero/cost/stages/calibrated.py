@@ -311,14 +311,7 @@ class HopTimes:
         self._of_ends = cache(self._of_ends_uncached)
 
     def seconds(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
-        """One direction: latency and the busiest port, of a sender, a receiver or the node.
-
-        Args:
-            link: its class.
-            source: sends.
-            target: receives.
-            micro_batch_size: samples.
-        """
+        """One direction over a link: latency and the busiest port, of a sender, a receiver or the node."""
         ends = self._end(source, micro_batch_size), self._end(target, micro_batch_size)
         return self._of_ends(link, *ends, micro_batch_size)
 

@@ -65,12 +65,7 @@ ALMOST = 0.999  # of what a rank may own, which a round aims at
 
 
 class GradientTimes:
-    """Times of the synchronization of plans, and its owners.
-
-    Args:
-        workload: bytes of an element and of optimizer state per parameter.
-        memory_s_per_byte: of each kind of device.
-    """
+    """Times of the synchronization of plans, and its owners; ``memory_s_per_byte`` of each kind of device."""
 
     def __init__(
         self, cluster: Cluster, model: ModelSpec, workload: Workload, memory_s_per_byte: Sequence[float]
@@ -218,11 +213,7 @@ class _Shares(NamedTuple):
     bytes_both_ways: int  # of a parameter
 
     def of_parts(self, *per_layer_NL: Floats) -> Floats:
-        """Sums over the layers of every part of bytes both ways of an owner of weight 1, ``[K, J]``.
-
-        Args:
-            per_layer_NL: K factors, for what one of its ranks holds.
-        """
+        """Sums, by part, of bytes both ways of an owner of weight 1, ``[K, J]``; ``per_layer_NL`` of one rank."""
         num_nodes, num_layers = self.count_NL.shape
         part_L = self.bytes_both_ways * self.share_L
         sums_KNL = np.zeros((len(per_layer_NL), num_nodes, num_layers + 1))

@@ -329,13 +329,7 @@ class StageCosts(ABC):
 
     @abstractmethod
     def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> PipelineTimes:
-        """Times of pipelines in closed form, for the search.
-
-        Args:
-            forward_s: of every stage, ``[C, S]``.
-            backward_s: of every stage, ``[C, S]``.
-            hop_s: between neighbours, ``[S - 1]``.
-        """
+        """Times of pipelines in closed form, of stages' passes ``[C, S]`` and hops ``[S - 1]``, for the search."""
 
     @abstractmethod
     def pipeline_s(
@@ -364,13 +358,7 @@ class StageCosts(ABC):
 
     @abstractmethod
     def step_s(self, pipelines_s: float, sync: SyncTimes, overlap_s: float) -> float:
-        """An optimizer step.
-
-        Args:
-            pipelines_s: the slowest pipeline.
-            sync: see `sync_times`.
-            overlap_s: backward of one micro-batch on the first stage of the pipeline that ends last.
-        """
+        """An optimizer step of the slowest pipeline; ``overlap_s``: a backward of the first stage that ends last."""
 
     def with_owners(self, owners: str | tuple[float, ...]) -> StageCosts:
         """Return the same cost model with other owners of optimizer state."""

@@ -297,11 +297,7 @@ def _complete_batch_sizes(ds_config: dict[str, Any], objects: tuple[object, ...]
 
 
 def _why_not_split(ds_config: Any, has_parallelism: bool) -> str:
-    """Why nothing is split under a sequence-parallel size of 1, and what to do.
-
-    Args:
-        has_parallelism: accelerate was given a ParallelismConfig, with that size.
-    """
+    """Why nothing is split under a sequence-parallel size of 1, given by a ParallelismConfig or not, and what to do."""
     sized_by = '"sequence_parallel_size"' if read_training_facts(ds_config).sp_size == 1 else None
     if sized_by is None and has_parallelism:
         sized_by = "sp_size of the ParallelismConfig"

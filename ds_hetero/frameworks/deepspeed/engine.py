@@ -196,12 +196,7 @@ def _configuration(given: Arguments) -> DsConfig | None:
 
 
 def _agreed_configuration(given: Arguments) -> DsConfig | None:
-    """`_configuration`, which all ranks have compared.
-
-    Raises:
-        ConfigError: see `agree_on_configuration`; on every rank.
-        Exception: what DeepSpeed's reader raised on this rank.
-    """
+    """`_configuration`, compared on all ranks. Raises `ConfigError` on all, or what DeepSpeed's reader raises here."""
     _init_distributed(given)
     error: Exception | None = None
     try:

@@ -123,11 +123,7 @@ class LossScaling:
         return rescaled_loss(loss, convention, num_tokens, replica, num_items if needs_items else None, divisor)
 
     def expect_scaled(self) -> None:
-        """Before the engine's step: refuse gradients of a loss that was differentiated without coming here.
-
-        Raises:
-            ConfigError: the loss needed scaling; on every rank.
-        """
+        """Before a step, refuse gradients of a loss that needed scaling. Raises `ConfigError` on every rank."""
         model = self._model
         if model.end_step() and (model.loss_convention is not None or model.replica.batch_split is not None):
             raise ConfigError(

@@ -239,22 +239,14 @@ _SUPPORTED = {*MASK_PARTS, "remap_positions_for_packed_sequence"}  # the last si
 
 
 class MaskKind(NamedTuple):
-    """Tokens that a layer's mask hides beside padding and other documents.
-
-    Args:
-        window: keys further back than ``window - 1`` tokens; None if there is no limit.
-    """
+    """Tokens that a layer's mask hides beside padding and other documents."""
 
     causal: bool
-    window: int | None
+    window: int | None  # keys further back than ``window - 1`` tokens; None if there is no limit
 
 
 def mask_kind(mask_function: FunctionType) -> MaskKind:
-    """Read a mask function from the parts that transformers composed it of.
-
-    Raises:
-        ModelError: it has other parts: chunks, blocks, or functions of the model's own.
-    """
+    """Read a mask function of transformers' known parts. Raises `ModelError`: chunks, blocks, or the model's own."""
     parts = {_name(part): part for part in _parts(mask_function)}
     if unsupported := sorted(set(parts) - _SUPPORTED):
         raise ModelError(
@@ -288,12 +280,7 @@ _owners: weakref.WeakValueDictionary[int, SplitModel] = weakref.WeakValueDiction
 
 
 def remember_implementation(config: ModelConfig, owner: SplitModel) -> None:
-    """Remember which attention a config names, before its model is switched to ours.
-
-    Args:
-        config: of the model or of a part of it.
-        owner: the model; not kept alive.
-    """
+    """Remember which attention a ``config`` names before it is switched to ours; ``owner`` is not kept alive."""
     _former[id(config)] = config._attn_implementation
     _owners[id(config)] = owner
     weakref.finalize(config, _former.pop, id(config), None).atexit = False

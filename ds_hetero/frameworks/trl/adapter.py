@@ -111,11 +111,7 @@ def _expect_no_term_of_adapters(trainer: Any) -> None:
 
 
 def running_state(trainer: Any) -> dict[str, Any]:
-    """Return the sums of a trainer of TRL for its logs, which are in none of its checkpoints; nothing of another's.
-
-    Raises:
-        ConfigError: the trainer has more that would be lost.
-    """
+    """TRL's sums for logs, which no checkpoint has. Raises `ConfigError`: the trainer has more to be lost."""
     name = _class_name(trainer)
     if name is None:
         return {}

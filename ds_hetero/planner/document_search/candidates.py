@@ -142,13 +142,7 @@ def _where_memory_is(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
 
 
 def with_padding(lengths: Sequence[int], pieces: list[Pieces], costs: UnitCosts, padding: int) -> PlacedLengths:
-    """Return a placement with padding on the units that would end first.
-
-    Args:
-        lengths: of the documents.
-        pieces: units of every document.
-        padding: tokens outside every document.
-    """
+    """A placement of documents in ``pieces`` with ``padding`` tokens on the units that would end first."""
     loads = loads_of(lengths, pieces, costs)
     shares = [0] * len(costs.token_s)
     if padding:

@@ -278,12 +278,7 @@ def loads_of(lengths: Sequence[int], pieces: Iterable[Pieces], costs: UnitCosts)
 
 
 def crossing_s(crossed: Sequence[int], entering: Sequence[float], costs: UnitCosts) -> list[float]:
-    """Time in which keys and values from other nodes arrive, by node.
-
-    Args:
-        crossed: tokens that a node receives, ``[node]``.
-        entering: thereof over the link of a unit, ``[unit]``.
-    """
+    """Seconds, by node, until KV of other nodes arrives: ``crossed`` tokens [node], ``entering`` [unit] thereof."""
     times = [tokens * s for tokens, s in zip(crossed, costs.cross_s, strict=True)]
     if costs.link_s:
         for tokens, node in zip(entering, costs.node, strict=True):

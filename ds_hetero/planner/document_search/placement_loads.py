@@ -48,12 +48,7 @@ def placement_loads(placement: Placement, documents: Sequence[Range], costs: Uni
 
 
 def stream_loads(lane: Lane, documents: Sequence[Range], costs: UnitCosts) -> Loads:
-    """The loads of the one lane of a stream placement, over all units.
-
-    Args:
-        lane: the whole row, cut over all units.
-        documents: intervals of the row, ascending and disjoint.
-    """
+    """The loads of the one lane, over all units, of a stream placement of a row with these documents."""
     held: list[tuple[int, int, int]] = []
     for unit, intervals in zip(lane.members, lane.intervals, strict=True):
         held += ((start, stop, unit) for start, stop in intervals if start < stop)

@@ -133,12 +133,7 @@ def _moved_s(transfers: Iterable[TokenTransfer], costs: UnitCosts) -> float:
 
 
 def with_held_tokens(placement: Placement, held: Sequence[int], costs: UnitCosts) -> Placement:
-    """The same attention, where units hold other tokens outside it; ranks of a unit share them by their weights.
-
-    Args:
-        placement: without moves.
-        held: tokens of every unit.
-    """
+    """The same attention; outside it units hold ``held`` tokens, shared by their ranks' weights."""
     schedule = placement.schedule
     node_of = {rank: node for group, node in zip(schedule.ring_groups, costs.node, strict=True) for rank in group.ranks}
     nodes, want = [node_of[rank] for rank in schedule.ranks], rank_tokens(schedule, held)

@@ -221,11 +221,7 @@ class Crossing(NamedTuple):
 
 
 def crossing_of(ring: Pieces, costs: UnitCosts) -> Crossing:
-    """How a document gets from node to node, the fastest way.
-
-    Args:
-        ring: its units, by ascending node, on more than one of these, and their tokens.
-    """
+    """How a document gets from node to node fastest; its ``ring`` has units of several, ascending, with tokens."""
     by_node: dict[int, list[tuple[int, int]]] = {}
     for piece in ring:
         by_node.setdefault(costs.node[piece[0]], []).append(piece)

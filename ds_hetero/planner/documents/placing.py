@@ -51,12 +51,7 @@ class DocumentPlacer:
     remap: RemapWish = "where_faster"
 
     def __call__(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
-        """Place one batch.
-
-        Raises:
-            BatchError: the documents do not fit into the units' memory.
-            ScheduleError: fewer tokens than ranks that are to hold some.
-        """
+        """Place one batch. Raises `BatchError`: no memory for it. `ScheduleError`: too few tokens."""
         if len(rows) != 1:
             return routed_stream(schedule, length, self.costs).with_rows(rows)
         documents = rows[0].documents

@@ -23,11 +23,7 @@ ELEMENT_BYTES = 2
 
 
 def joins(costs: StageCosts, plan: PlanCandidate) -> Iterator[tuple[Shape, ...]]:
-    """Yield plans in which two stages of the pipelines of one makeup share their sequences, cheapest exchange first.
-
-    Args:
-        plan: by its closed form.
-    """
+    """Yield plans in which two stages of one makeup's pipelines share sequences, cheapest exchange first."""
     found: dict[tuple[object, ...], tuple[float, tuple[Shape, ...]]] = {}
     for shape, cut, number in zip(plan.shapes, plan.cuts, plan.micro_batches, strict=True):
         filling_s = cut.time_s(number) - number * cut.period_s

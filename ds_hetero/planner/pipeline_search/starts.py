@@ -35,12 +35,7 @@ Pipelines = list[tuple[DeviceBlock, ...]]
 
 
 def first_plans(pools: Pools, inner: str = "tensor") -> Iterator[Pipelines]:
-    """Yield pipelines over all devices, and then over those of some kinds only.
-
-    Args:
-        pools: the devices.
-        inner: how blocks of several devices share their work.
-    """
+    """Yield pipelines over all devices, and then over some kinds; ``inner`` is how blocks share their work."""
     kinds = range(len(pools.kinds))
     subsets = (
         [kinds]

@@ -40,11 +40,7 @@ def check_given_plan(plan: Plan, cluster: Cluster, model: ModelSpec) -> None:
 
 
 def placed_of(plan: Plan, pools: Pools) -> tuple[PlacedPipeline, ...]:
-    """Return the pipelines of a plan in blocks.
-
-    Raises:
-        PlanError: a stage of tensor parallelism spans nodes or kinds of devices, or the plan says no layers or batches.
-    """
+    """The pipelines of a plan in blocks. Raises `PlanError`: tensor stages over nodes or kinds; no layers, batches."""
     pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}
 
     def block(where: str, stage: Stage) -> DeviceBlock:
@@ -153,11 +149,7 @@ def with_owners_of(costs: StageCosts, plan: Plan) -> StageCosts:
 
 
 def owners_of(plan: Plan, pools: Pools) -> str | tuple[float, ...]:
-    """Return the owners of optimizer state that a plan says, as `StageCosts` takes them.
-
-    Raises:
-        PlanError: devices of one kind in one stage have different weights.
-    """
+    """Owners of optimizer state, as `StageCosts` has them. Raises `PlanError`: alike devices have unlike weights."""
     if plan.zero is None or not plan.zero.owner_weights:
         return "even"
     given, pool_of = dict(plan.zero.owner_weights), {rank: pool for pool in pools.pools for rank in pool.ranks}

@@ -159,12 +159,7 @@ def predicted_step_s(plan: Plan) -> float:
 def other_plans(
     costs: StageCosts, objective: Objective, samples: int, sizes: Sequence[int]
 ) -> tuple[PlanCandidate, ...]:
-    """Return the plans of other searches that are cheap on this cluster, best first.
-
-    Args:
-        samples: the global batch.
-        sizes: of micro-batches that may be tried.
-    """
+    """The plans of other searches that are cheap on this cluster, best first, for so many samples."""
     searches = [planner.first_pipelines for planner in reversed(PLANNERS)]
     plans = [search(costs, objective, samples, sizes) for search in searches if search is not None]
     fitting = [plan for plan in plans if plan is not None and plan.value < TOO_LONG]

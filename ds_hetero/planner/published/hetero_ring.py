@@ -31,11 +31,7 @@ from ds_hetero.values.schedule import Schedule
 
 
 def read_table(path: str) -> ProfileTable:
-    """Read a table from a JSON or YAML file: ``lengths``, ``speeds``, and ``seconds`` with a row per length.
-
-    Raises:
-        PlanError: it cannot be read, or is no such table.
-    """
+    """A table of JSON or YAML: ``lengths``, ``speeds``, ``seconds`` by length. Raises `PlanError`: it is none."""
     content = read_file(path, "table of times", PlanError)
     names = ("lengths", "speeds", "seconds")
     if not isinstance(content, dict) or set(content) != set(names):
@@ -157,12 +153,7 @@ def _features(x: Floats, s: Floats) -> Floats:
 
 
 def table_text(cost: CostModel, table: ProfileTable | None = None) -> str:
-    """Say where the table's times are from and how well the polynomial describes them.
-
-    Args:
-        cost: of the cluster.
-        table: that was given; left out, see `table_of`.
-    """
+    """Where the times of the table, if none is given `table_of`'s, are from, and how well the polynomial fits."""
     chosen, _, source = table_of(cost) if table is None else (table, [], "given")
     return (
         f"table of attention times: {source}, {len(chosen.lengths)} lengths up to {chosen.lengths[-1]:,} tokens, "

@@ -22,14 +22,7 @@ def planners_of(kind: str) -> list[PublishedPlanner]:
 
 
 def find_planner(name: str, kind: str) -> PublishedPlanner:
-    """Return a published planner by its name.
-
-    Args:
-        kind: of the plan that it shall make, of `KINDS`.
-
-    Raises:
-        PlanError: no planner has this name, or it makes plans of other kinds only.
-    """
+    """A published planner by name, for a kind of plan of `KINDS`. Raises `PlanError`: none, or of other kinds only."""
     planner = next((planner for planner in PLANNERS if planner.name == name), None)
     if planner is None:
         listed = ", ".join(f"{each.name} ({', '.join(each.kinds)})" for each in PLANNERS)

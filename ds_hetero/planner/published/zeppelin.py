@@ -60,13 +60,7 @@ def zeppelin(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
 def zeppelin_rings(
     lengths: Sequence[int], units_by_node: Sequence[Sequence[int]], capacity: float
 ) -> list[DocumentRing]:
-    """Both algorithms.
-
-    Args:
-        lengths: of the documents.
-        units_by_node: units of every node, as many on each.
-        capacity: tokens that a unit has room for, the paper's L.
-    """
+    """Both algorithms, on as many units of each node; ``capacity``: tokens of a unit, the paper's L."""
     buckets = _inter_node(lengths, len(units_by_node), len(units_by_node[0]) * capacity)
     nodes_of: dict[int, list[int]] = {}
     rings = []

@@ -128,12 +128,7 @@ def _add_unit_moves(
 
 
 class _OfHeads:
-    """Values that moves depend on if only tokens change: classes and sets of ranks, and the moves of heads.
-
-    Attributes:
-        rank_class: see `_rank_classes`.
-        sets_SD: see `_sets`.
-    """
+    """Values that moves depend on if only tokens change: `_rank_classes`, `_sets`, and the moves of heads."""
 
     def __init__(self, problem: Problem, grouping: Grouping, at: Assignment) -> None:
         self.rank_class = _rank_classes(problem, grouping, at)

@@ -76,11 +76,7 @@ class Channel:
         self._unfinished: list[_Pending] = []
 
     def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> dict[int, PendingReceives]:
-        """Start all messages of a round: receives first, since gloo queues its readiness note behind a large send.
-
-        Returns:
-            What is received, by the step before which it must be here.
-        """
+        """Start a round's messages, receives first (gloo queues notes behind sends); return receipts by due step."""
         if self.keeps_order:
             return self._post_together(receives, sends)
         pending: dict[int, list[_Pending]] = defaultdict(list)

@@ -37,18 +37,14 @@ ABSENT = -1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalBatch:
-    """A batch as one rank sees it.
-
-    Args:
-        cu_seqlens: [documents + 1] boundaries in the whole flattened sequence, the same on every rank; B must be 1.
-    """
+    """A batch as one rank sees it."""
 
     batch_size: int  # rows of the batch: B
     tokens: int  # tokens of one row that the rank holds: s
     dtype: torch.dtype  # the dtype in which attention will run
     position_ids: Tensor | None = None  # [B, s] or [1, s]
     attention_mask: Tensor | None = None  # [B, s]; non-zero where a token is real
-    cu_seqlens: Tensor | None = None
+    cu_seqlens: Tensor | None = None  # [documents + 1] boundaries in the flattened sequence, on every rank; B is 1
     placement: Placement | None = None  # for which the shard was cut, if that is known
 
     @property
@@ -230,11 +226,7 @@ def placement_of_shards(
 
 
 def _stream_placements(schedules: Sequence[Schedule], length: int, marked: set[int]) -> list[Placement]:
-    """Stream placements of those schedules that the sequence is long enough for; of them, only the marked one.
-
-    Raises:
-        BatchError: the sequence is too short for all of them.
-    """
+    """Stream placements of schedules, marked alone, that the sequence suffices for. Raises `BatchError`: none."""
     tried = [_try_stream_placement(schedule, length) for schedule in schedules]
     placements = [placement for placement in tried if isinstance(placement, Placement)]
     if not placements:

@@ -42,16 +42,12 @@ class LoaderAround:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderReport:
-    """Report of one rank on its loader.
-
-    Args:
-        unsharded_by: the framework whose loader would shard, and has found that this replica needs no sharding.
-    """
+    """Report of one rank on its loader."""
 
     replica: int  # id of the rank's replica
     requested: str | None  # the mode that the user requested, if any
     shards: tuple[tuple[int, int], ...]  # ``(number of shards, index)`` of everything in the loader that shards by rank
-    unsharded_by: str | None = None
+    unsharded_by: str | None = None  # the framework that would shard, and found that this replica needs none
     length: int | None = None  # batches of an epoch on this rank; None where the loader does not know
     first: str | None = None  # checksum of the first batch, "" without one; None before it is looked at
 

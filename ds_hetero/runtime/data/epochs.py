@@ -97,12 +97,7 @@ class Epochs:
             set_state(generators[name], states[name])
 
     def state(self, *, amid_epoch: bool, checksum: int | None) -> Entries:
-        """State for `resume`.
-
-        Args:
-            amid_epoch: whether a resumed epoch shall be the present one, not the next.
-            checksum: of the batches of the epoch that were used.
-        """
+        """State for `resume`: of this epoch, with its ``checksum``, if it is to be resumed amid it, or of the next."""
         start = self._start if amid_epoch else None
         return {**(start or {**self._own_states(), "process": {}}), "checksum": checksum}
 

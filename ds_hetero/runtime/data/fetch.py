@@ -47,18 +47,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class FetchReport:
-    """Report of one rank at the beginning of a fetch.
-
-    Args:
-        labels: labels that count in those batches; -1 if they have none. Of batches for a module that is not split,
-            their samples.
-    """
+    """Report of one rank at the beginning of a fetch."""
 
     replica: int
     batches: int  # how many batches it has for the fetch
     checksum: int = 0  # of those batches, where all ranks of the replica must hold the same
     samples: int = 0  # checksum of the samples that all replicas together are to take; 0 if unknown
-    labels: int = 0
+    labels: int = 0  # that count in its batches, or samples of a model that is not split; -1 without
 
 
 @dataclass(frozen=True)

@@ -274,11 +274,7 @@ def take_rows(entry: Batch, chosen: list[int], rows: int) -> Batch:
 
 
 def _unlike_rows(batch: Batch) -> tuple[Batch, bool]:
-    """The same two rows with few labels: two in the first, one of them at its beginning, and three in the second.
-
-    Returns:
-        The rows; and whether that could be done.
-    """
+    """Return two rows with few labels, two (one at its beginning) and three; and whether that could be done."""
     labels, _ = labels_of(batch)
     if labels is None or labels.dim() != 2 or int(labels.ne(IGNORE_INDEX).sum(dim=1).min()) < _FEWEST:
         return batch, False

@@ -80,11 +80,7 @@ class _Steps:
         return self._drawn.pop(min(self._drawn)).checksum if self._drawn else 0
 
     def _samples_by_step(self, samples: Iterable[Any], size: int) -> Iterator[list[Any]]:
-        """The samples of the steps that are not left out, ``size`` of them a step.
-
-        Raises:
-            BatchError: those of the steps that are left out are not what they were.
-        """
+        """Samples of the steps, ``size`` each, that are not left out. Raises `BatchError`: the others changed."""
         first_step, self.checksum = self.first_step, 0
         self.newest_step, self._splits = -1, [(0, self.split)]
         self._drawn.clear()

@@ -326,11 +326,7 @@ _recent: deque[tuple[tuple[int, ...], int]] = deque(maxlen=_KEPT)
 
 
 def note_shard(shard: Batch) -> None:
-    """Remember a shard that a loader gives out, if other ranks hold parts of its sequences.
-
-    Args:
-        shard: on the CPU, before `ds_hetero.runtime.data.shards.model_inputs`.
-    """
+    """Remember a shard on the CPU, before `model_inputs`, if other ranks hold parts of its sequences."""
     positions, tokens = shard["position_ids"], shard.get("input_ids", shard.get("inputs_embeds"))
     info = shard_info(positions)
     if not is_part(positions) or info is None or positions.shape[1] == info.placement.length:

@@ -43,18 +43,14 @@ def _keep_none(batch: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchReading:
-    """How batches are read before they are cut.
-
-    Args:
-        keeps: whether a batch is kept as the loader gives it, for `WholeBatches.take_kept`; asked when it is drawn.
-    """
+    """How batches are read before they are cut."""
 
     keep_labels: bool = False  # keep ``labels`` beside ``shift_labels``, see `ds_hetero.runtime.data.shards.read_batch`
     keep_inputs: bool = False  # cut labels only, see there
     by_documents: bool = False  # have batches know their documents, see `ds_hetero.runtime.data.whole_batches`
     joins_rows: bool = True  # make such batches one row where they can be
     complete: Callable[[Any], Any] = _as_it_is  # adds to a batch what its model would make of the whole of it
-    keeps: Callable[[Any], bool] = _keep_none
+    keeps: Callable[[Any], bool] = _keep_none  # whether a batch drawn is kept for `WholeBatches.take_kept`
 
 
 class WholeBatches:

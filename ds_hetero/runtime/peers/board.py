@@ -333,14 +333,7 @@ _EXITING = 0x4  # of the kernel's flags of a process: it gives its memory back, 
 
 
 class Processes:
-    """The processes of all ranks.
-
-    Args:
-        board: by which ranks tell each other who they are.
-        size: number of ranks.
-
-    Caller: every rank; waits until all have introduced themselves.
-    """
+    """The processes of all ``size`` ranks; every rank waits here until all have introduced themselves."""
 
     def __init__(self, board: Board, rank: int, size: int) -> None:
         pid = os.getpid()

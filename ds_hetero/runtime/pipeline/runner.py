@@ -70,13 +70,7 @@ class Neighbours:
 def neighbours_of(
     plan: Plan, rank: int, groups: dict[tuple[int, int], BoundaryGroups], device: torch.device
 ) -> Neighbours:
-    """Return the boundaries of the stage of ``rank``, which has a place in the plan.
-
-    Args:
-        plan: what all ranks do.
-        groups: see `make_boundary_groups`.
-        device: where activations live.
-    """
+    """The boundaries of the stage of ``rank``; ``groups`` of `make_boundary_groups`; activations on ``device``."""
     place = plan.place_of(rank)
     assert place is not None
     i, j = place

@@ -37,16 +37,12 @@ Cuts = tuple[Range, ...]
 
 @dataclass(frozen=True, eq=False)
 class HeadTrade:
-    """Who holds which tokens of a batch.
-
-    Args:
-        positions: position of every token, by rank and by its place there; None where they ascend as they are.
-    """
+    """Who holds which tokens of a batch."""
 
     tokens: tuple[int, ...]  # by rank of the replica
     index: int  # which of them this rank is
     process_group: ProcessGroup
-    positions: Tensor | None
+    positions: Tensor | None  # of every token, by rank and place there; None where they ascend
     _positions_on: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @property

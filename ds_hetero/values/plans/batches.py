@@ -16,11 +16,7 @@ from ds_hetero.values.splits import Split, share
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSplit:
-    """How the samples of an optimizer step are shared by pipelines that take different batches.
-
-    Raises:
-        ScheduleError: not one whole number >= 1 of each per pipeline.
-    """
+    """Samples of a step by pipelines with unlike batches. Raises `ScheduleError`: not one whole number >= 1 of each."""
 
     micro_batch_sizes: tuple[int, ...]  # samples of a micro-batch, by pipeline
     micro_batches: tuple[int, ...]  # micro-batches per optimizer step, by pipeline

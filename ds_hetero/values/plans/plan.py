@@ -230,12 +230,7 @@ class Plan:
 
     @classmethod
     def of_replicas(cls, schedules: Iterable[Schedule], batch_split: BatchSplit | None = None) -> Plan:
-        """Return the plan of one-stage pipelines that run these schedules.
-
-        Args:
-            schedules: in global ranks, one per replica.
-            batch_split: the batches of replicas that differ in them.
-        """
+        """The plan of one-stage pipelines that run these schedules, in global ranks, with batches that may differ."""
         stages = [Stage(ranks=schedule.ranks, inner="sequence", schedule=schedule) for schedule in schedules]
         if batch_split is None:
             return cls(pipelines=tuple(Pipeline(stages=(stage,)) for stage in stages))

@@ -69,11 +69,7 @@ class ActivationTransfer(NamedTuple):
 
 
 def held_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]:
-    """Position intervals that ``rank`` of a stage computes on, in the order of its tokens.
-
-    Raises:
-        ScheduleError: fewer tokens than ranks of a sequence stage that are to hold some.
-    """
+    """Position intervals of ``rank`` of a stage, in its tokens' order. Raises `ScheduleError`: too few tokens."""
     return ((0, length),) if stage.schedule is None else stream_placement(stage.schedule, length).intervals(rank)
 
 

@@ -134,11 +134,7 @@ def load_any_plan(
 
 
 def read_parts(folder: Path) -> list[Content]:
-    """Read the files of all ranks; tensors stay on the disk until they are used.
-
-    Raises:
-        CheckpointError: there are none, or they are no checkpoint of pipelines.
-    """
+    """Read the files of all ranks, but no tensors yet. Raises `CheckpointError`: none, or they are of no pipelines."""
     parts: list[Content] = [read_part(str(path)) for path in sorted(folder.glob(_PARTS))]
     if not parts or any("owned" not in (part.get("optimizer") or {}) for part in parts):
         raise CheckpointError(

@@ -122,11 +122,7 @@ class Saved:
 
 
 def examine_files(engine: Engine, load_dir: str, tag: str) -> Saved:
-    """Examine all files of a checkpoint, a share of them on each rank.
-
-    Raises:
-        CheckpointError: files are missing or cannot be read; the same error on every rank.
-    """
+    """Examine a checkpoint's files, a share on each rank. Raises `CheckpointError` on every rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     first = engine._get_ckpt_name(load_dir, tag, pp_placeholder="0")
     faults_of_first = _faults_of([first])

@@ -92,11 +92,7 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 class RopeLength:
-    """Tells the rotary modules of one model how long its sequences are, while a sharded forward runs.
-
-    Args:
-        decoder: the part of the model that is run on shards.
-    """
+    """Tells the rotary modules of a model's ``decoder`` how long its sequences are, while a sharded forward runs."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self._modules = [module for module in decoder.modules() if depends_on_length(module)]

@@ -54,11 +54,7 @@ _OWN_ATTENTION = {
 
 
 def pretrained_of(model: nn.Module) -> PretrainedModel:
-    """The transformers model inside ``model``: itself, or what PEFT, torch.compile or a module of the user's wraps.
-
-    Raises:
-        ModelError: there is none, or there are two side by side.
-    """
+    """The transformers model that ``model`` is or wraps. Raises `ModelError`: there is none, or two side by side."""
     from transformers import PreTrainedModel
 
     outermost: list[PretrainedModel] = []
@@ -267,11 +263,7 @@ def _module_problems(pretrained: PretrainedModel) -> Iterator[str]:
 
 
 def check_quantized(model: nn.Module, zero_stage: int) -> None:
-    """Refuse weights quantized by bitsandbytes that do not train as on one process, in split and in whole models.
-
-    Raises:
-        ModelError: with the layer and what to change.
-    """
+    """Refuse bitsandbytes' weights that do not train as on one process. Raises `ModelError`: what to change."""
     problem = next(_quantization_problems(model, zero_stage), None)
     if problem is not None:
         raise ModelError(f"{type(model).__name__} does not train exactly on several ranks: {problem}.")

@@ -125,11 +125,7 @@ def open_doors(model: nn.Module) -> Callable[[], None]:
 
 
 def expect_doors_used(model: nn.Module, forward: ShardedForward) -> None:
-    """Refuse a model whose recurrent layers did not come through a door in the sharded forward that it just ran.
-
-    Raises:
-        ModelError: naming the types of the layers.
-    """
+    """Refuse recurrent layers that came through no door in the forward just run. Raises `ModelError`: their types."""
     layer_types = getattr(model.config, "layer_types", None) or ()
     recurrent = sorted({str(kind) for kind in layer_types} & set(LAYER_TYPES))
     if recurrent and not forward.doors_used:

@@ -260,12 +260,7 @@ def _cut(tensor: Tensor, intervals: tuple[tuple[int, int], ...]) -> Tensor:
 
 
 def _expect_cuttable(model: str, given: Batch, replica: Replica, kept_logits: Any) -> None:
-    """Refuse a call whose results would not be those of one process.
-
-    Raises:
-        BatchError: replicas take different batches.
-        ModelError: an argument asks for what no rank has.
-    """
+    """Refuse a call whose results would be other than one process's. Raises `BatchError` and `ModelError`."""
     if replica.batch_split is not None:
         raise BatchError(
             f"a sharded call of {model} weighs replicas alike, but these take different batches "

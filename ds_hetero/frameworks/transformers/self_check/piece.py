@@ -235,12 +235,7 @@ _ROWS_OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
 def features_of(model: ShardedModel, batch: Batch) -> frozenset[str]:
-    """Name what the self-check could see in a batch, in the rows that it would look at.
-
-    Args:
-        model: whose adapters count.
-        batch: as the wrapped loader gave it.
-    """
+    """Name what the self-check could see in the rows it would look at, of a batch and of the model's adapters."""
     given = {name: entry for name, entry in batch.items() if entry is not None}
     shapes = sorted(f"{name}[{entry.dim()}]" if isinstance(entry, Tensor) else name for name, entry in given.items())
     tensors = {name: entry for name, entry in given.items() if isinstance(entry, Tensor)}

@@ -64,11 +64,7 @@ class Runs:
     def shake(
         self, seed: int, amplitude: float, intervals: tuple[tuple[int, int], ...] | None
     ) -> Callable[[Tensor], Tensor]:
-        """Return a change of embeddings by 1 +- amplitude, alike for a token wherever it is held.
-
-        Args:
-            intervals: of the tokens that are held; None for all.
-        """
+        """A change of embeddings by 1 +- amplitude, alike for a token wherever its interval (None: all) is held."""
 
         def shake(embeddings: Tensor) -> Tensor:
             generator = torch.Generator().manual_seed(seed)

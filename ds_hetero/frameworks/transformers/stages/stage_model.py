@@ -107,11 +107,7 @@ class StageModel:
         self._words = cut_by_tensor_parallelism(self._pretrained, mesh)
 
     def fill(self, device: torch.device) -> None:
-        """Give what this rank holds its memory and its values, where the model was built without weights.
-
-        Raises:
-            ModelError: the folder of the model lacks them.
-        """
+        """Give a model built without weights its memory and values here. Raises `ModelError`: its folder lacks them."""
         fill_parameters(self.model, self._names, device)
 
     def time_layers(self, clock: StepClock) -> None:

@@ -68,14 +68,7 @@ class Rules:
 
 
 class Answers:
-    """Asks an inner parallelizer, as seldom as the rules allow.
-
-    Args:
-        costs: gives the model.
-        islands: of the cluster.
-        parallelizer: that is asked.
-        rules: which hold.
-    """
+    """Asks an inner parallelizer for plans of the cluster's islands, as seldom as the rules allow."""
 
     def __init__(
         self, costs: StageCosts, islands: Sequence[Island], parallelizer: Parallelizer, rules: Rules | None = None
