@@ -184,12 +184,7 @@ class _Packed:
 
 
 def make_rings(tables: Sequence[RingTable], rank: int) -> tuple[Ring, ...]:
-    """The part of ``rank`` in the lanes of a placement; lanes that its group has no part in are left out.
-
-    Args:
-        tables: of the placement's lanes, in their order, for one kind of mask.
-        rank: global.
-    """
+    """Rings of a global ``rank`` in the lanes that its group has a part in; tables by lane of the placement."""
     schedule = tables[0].placement.schedule
     unit = schedule.ring_position(rank)
     rings, start = [], 0

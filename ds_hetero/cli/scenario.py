@@ -299,11 +299,7 @@ def read_plan_file(path: Path) -> Plan:
 
 
 def judge_plan_file(scenario: Scenario, path: Path) -> tuple[Plan, StageCosts, Finished]:
-    """Read a plan of pipelines and predict it under the scenario's cost model, with its own choice of recomputation.
-
-    Raises:
-        PlanError, ScheduleError: it cannot be read, is no plan, is for another model or cluster, or does not fit.
-    """
+    """Read a plan of pipelines and predict it, with its own recomputation. Raises `PlanError`, `ScheduleError`."""
     from ds_hetero.planner.pipelines.given import judge_given
 
     plan = read_plan_file(path)

@@ -90,16 +90,7 @@ OTHER = {"torch": AttentionRate(0.35, 0.25, 0.86, _GUESS)}
 
 
 def with_attention(device: DeviceSpec, kernel: str, rates: Rates) -> DeviceSpec:
-    """Return the device with the rates of a kernel.
-
-    Args:
-        device: of the catalogue.
-        kernel: such as ``"flash_attn_2"``.
-        rates: of the device, by kernel.
-
-    Raises:
-        ClusterError: the kernel does not run there.
-    """
+    """The ``device`` with a kernel's ``rates``. Raises `ClusterError`: the kernel does not run there."""
     rate = rates.get(kernel)
     if rate is None:
         raise ClusterError(
@@ -128,12 +119,7 @@ class CardKind(NamedTuple):
 
 
 class CardRow(NamedTuple):
-    """A card in people's units.
-
-    Args:
-        fp32_tflops: peak in fp32 of a card without bf16, which is the most it reaches in bf16; None of all others.
-        shares_host: its memory is the machine's, so that offloads free nothing.
-    """
+    """A card in people's units."""
 
     name: str  # of the catalogue
     tflops: float  # peak, 10^12 operations per second
@@ -147,8 +133,8 @@ class CardRow(NamedTuple):
     source: str  # where the numbers are printed
     platform: str = "cuda"  # what PyTorch calls such devices
     ranks: int = 1  # devices that PyTorch sees of one card; the numbers are those of one device
-    fp32_tflops: float | None = None
-    shares_host: bool = False
+    fp32_tflops: float | None = None  # peak, of cards without bf16; None of all others
+    shares_host: bool = False  # its memory is the machine's: offloads free nothing
 
 
 def _kind(multiprocessors: int, matmul: float, memory: float, attention: Rates, source: str) -> CardKind:

@@ -106,11 +106,7 @@ _EFFICIENCY_KEYS = {field.name: _efficiency_bounds(field.name) for field in fiel
 
 
 def load_cluster(source: str | Path | JsonObject) -> Cluster:
-    """A cluster from a file, from the name of one in ds_configs/clusters, or from the same written inline.
-
-    Raises:
-        ClusterError: no such file or name, not YAML or JSON, or anything that `cluster_from_dict` refuses.
-    """
+    """A cluster from a file, from a name in ds_configs/clusters, or inline. Raises `ClusterError`."""
     if isinstance(source, Mapping):
         return cluster_from_dict(source)
     ready = next((name for name in cluster_names() if name == str(source)), None)
@@ -135,12 +131,7 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def cluster_from_dict(data: JsonObject) -> Cluster:
-    """A cluster from the content of a cluster file.
-
-    Raises:
-        ClusterError: unknown device, key or node; a number that is missing, not positive or not a number; the message
-            names the place in the file and what would be accepted.
-    """
+    """A cluster from a file's content. Raises `ClusterError`: the place of what is wrong, and what is accepted."""
     if isinstance(data, Mapping):  # of a profile only the profiler reads the timings
         check_content({key: value for key, value in data.items() if key != "profile"}, "cluster", ClusterError)
     expect_keys(

@@ -158,11 +158,7 @@ def parse(text: str, where: str, error: type[HeteroError], *, yaml: bool = False
 
 
 def check_content(content: Any, where: str, error: type[HeteroError], *, max_values: int = MAX_VALUES) -> None:
-    """Refuse content that did not come from `parse`, such as a dict given to a function, where it is no plain data.
-
-    Raises:
-        HeteroError: of class ``error``; names the place inside the content.
-    """
+    """Refuse content, not from `parse`, that is no plain data. Raises ``error``: it names the place inside."""
     num_values = 0
     pending: list[tuple[tuple[str, ...], Any]] = [((), content)]
     while pending:

@@ -26,11 +26,7 @@ COST_MODELS = ("calibrated", "published")
 
 
 def make_cost_model(name: str, cluster: Cluster, model: ModelSpec, workload: Workload) -> CostModel:
-    """The cost model ``name``, ``"calibrated"`` or ``"published"``, for one cluster, model and workload.
-
-    Raises:
-        PlanError: the name is unknown, or HexiSeq's equations do not describe the model.
-    """
+    """The cost model ``"calibrated"`` or ``"published"``. Raises `PlanError`: unknown, or not for this model."""
     if name not in COST_MODELS:
         raise PlanError(f"cost model {shortened(name)} is unknown; it is one of {', '.join(COST_MODELS)}.")
     if workload.adapter_rank and (name != "calibrated" or model.recurrent is not None):

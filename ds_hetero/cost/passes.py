@@ -36,14 +36,10 @@ MERGE_BYTES = 16  # per element of a partial result: read it and the running one
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Forward or backward of one block, linear in tokens and rows; arrays are ``[D]``.
-
-    Args:
-        repeats: how often a block runs it; twice forward with activation checkpointing, whose backward begins with it.
-    """
+    """Forward or backward of one block, linear in tokens and rows; arrays are ``[D]``."""
 
     name: str  # ``"forward"`` or ``"backward"``
-    repeats: int
+    repeats: int  # runs by a block; 2 forward with checkpointing, whose backward begins with it
     token_s: Floats  # outside attention, per token
     fixed_s: Floats  # outside attention, whatever the tokens
     attention_s: Floats  # per query row (token x head x sequence) and key, full attention

@@ -119,15 +119,10 @@ class PlayedSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlayedStep:
-    """A step with its times.
+    """A step with its times."""
 
-    Args:
-        spans: by rank, in the order of their ends.
-        by_kind_s: seconds of every rank's device by kind of operation, `WAIT` for messages and `HOST` for launches.
-    """
-
-    spans: tuple[tuple[PlayedSpan, ...], ...]
-    by_kind_s: tuple[Mapping[str, float], ...]
+    spans: tuple[tuple[PlayedSpan, ...], ...]  # by rank, in the order of their ends
+    by_kind_s: tuple[Mapping[str, float], ...]  # by rank and kind, `WAIT` for messages, `HOST` for launches
 
     @property
     def step_s(self) -> float:

@@ -108,11 +108,7 @@ def needs_planner(section: HeterogeneitySection) -> bool:
 
 
 def expect_planners(section: HeterogeneitySection) -> None:
-    """Refuse planners of the section that are not known, or make plans of another kind than the section asks for.
-
-    Raises:
-        ConfigError: the key, its value, and the planners that there are.
-    """
+    """Refuse planners that are unknown or make other plans. Raises `ConfigError`: key, value, and known planners."""
     kind = "pipelines" if section.parallel == "full" else "schedule"
     for key, name, of_kind in (
         ("planner", section.planner, kind),
@@ -231,12 +227,7 @@ def _schedules_for_clusters(
 
 
 def check_plan_fits(plan: Plan, *, num_heads: int, num_kv_heads: int, sp_sizes: Mapping[str, int | None]) -> None:
-    """Refuse a plan of replicas for another model, or of other sizes than the user gave; arguments as for `resolve`.
-
-    Raises:
-        ConfigError: sizes that disagree.
-        ScheduleError: the schedules do not fit the model.
-    """
+    """Refuse a plan of replicas of other sizes or another model. Raises `ConfigError` or `ScheduleError`."""
     for schedule in plan.schedules:
         if (schedule.num_heads, schedule.num_kv_heads) != (num_heads, num_kv_heads):
             raise ScheduleError(

@@ -145,12 +145,7 @@ def global_batch_of(training: TrainingFacts, plan: Plan | None = None) -> int:
 
 
 def check_pipelines_searchable(facts: JobFacts) -> None:
-    """Refuse what can be known to be impossible before anything is measured.
-
-    Raises:
-        ConfigError: see `check_pipeline_section` and `global_batch_of`.
-        ModelError: no cost model describes the model.
-    """
+    """Refuse what is impossible whatever is measured. Raises `ConfigError`; `ModelError`: no cost model for it."""
     check_pipeline_section(facts.section, ("one",))
     global_batch_of(facts.training)
     _spec_of(facts)

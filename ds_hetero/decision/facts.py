@@ -83,16 +83,12 @@ class TrainingFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """Everything that is read before a job starts; every rank reads its own, and they must agree.
-
-    Args:
-        sp_sizes: sequence-parallel sizes by the name under which the user knows their source.
-    """
+    """All that is read before a job starts, by every rank; they must agree."""
 
     section: HeterogeneitySection  # the "heterogeneity" section
     model: ModelFacts  # what is trained
     training: TrainingFacts  # how it is trained
-    sp_sizes: Mapping[str, int | None] = field(default_factory=dict)
+    sp_sizes: Mapping[str, int | None] = field(default_factory=dict)  # sequence-parallel, by source
 
     @property
     def computed_dtype(self) -> str:

@@ -330,12 +330,7 @@ class TrainerAdapter(Protocol):
     def note_constructed(
         self, trainer: Any, patches: Patches, find_split: FindSplit, processes: ProcessAdapter
     ) -> None:
-        """Make ready a trainer with sequence parallelism, right after ``Trainer.__init__``.
-
-        Args:
-            patches: takes what is replaced in its library.
-            processes: counts replicas as processes.
-        """
+        """Make ready a trainer with sequence parallelism, after ``Trainer.__init__``; ``patches`` take replacements."""
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,7 @@ def says_batches(ds_config: DsConfig | None) -> bool:
 
 
 def section_of(ds_config: DsConfig) -> HeterogeneitySection | None:
-    """Read the "heterogeneity" section; None where there is none or it is switched off.
-
-    Raises:
-        ConfigError: see `read_section`, `ds_hetero.values.section.expect_section_name` and `expect_planners`.
-    """
+    """The "heterogeneity" section; None where there is none, or it is off. Raises `ConfigError`."""
     expect_section_name(ds_config)
     section = read_section(ds_config[SECTION]) if SECTION in ds_config else None
     if section is not None:

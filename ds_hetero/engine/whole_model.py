@@ -278,11 +278,7 @@ class WholeModel:
         self._trial = BatchTrial(self.model)
 
     def room(self, plan: Plan) -> list[int]:
-        """By rank, the samples of this plan that it has memory for: of more than now, what was tried.
-
-        Caller: every rank of the world, between two steps.
-        Collectives: one `on_all_ranks`.
-        """
+        """By rank, samples of this plan that it has memory for; on every rank. Collectives: one `on_all_ranks`."""
         wanted, now = (
             split.micro_batch_sizes[self.replica.replica_id]
             for split in (plan.batch_split, self.replica.batch_split)

@@ -82,14 +82,7 @@ def _is_part_of(part: str, name: str) -> bool:
 
 
 def own_capabilities(facts: JobFacts, rank: int) -> str:
-    """This rank's capabilities, in one line for people.
-
-    Args:
-        facts: of the job, of which kernel, data type, head size and soft cap count.
-
-    Raises:
-        ConfigError: no attention kernel works here for them.
-    """
+    """This rank's capabilities for the job, in one line for people. Raises `ConfigError`: no kernel works here."""
     device, dtype, model = default_device(), getattr(torch, facts.computed_dtype), facts.model
     parts = [device_name()]
     if device.type == "cuda":
@@ -199,14 +192,7 @@ def _installed(package: str) -> str:
 
 
 def expect_same_environment(environments: Sequence[Mapping[str, str]]) -> None:
-    """Refuse ranks whose versions or variables differ where they must not.
-
-    Args:
-        environments: `own_environment` of every rank.
-
-    Raises:
-        ConfigError: names what differs, with ranks and values.
-    """
+    """Refuse ranks whose `own_environment` differs where it must not. Raises `ConfigError`: names, ranks, values."""
     names = sorted({name for environment in environments for name in environment})
     if lines := differing_lines(environments, {name: name for name in names}, absent="not set"):
         raise ConfigError("all ranks must run in the same environment, but these differ:\n" + "\n".join(lines))

@@ -48,15 +48,7 @@ def draft_of(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Make an empty draft; one that an earlier save has left is deleted.
-
-    Args:
-        folder: of the checkpoint; need not exist.
-
-    Raises:
-        CheckpointError: ``folder`` cannot be a checkpoint's.
-        OSError: the draft cannot be made.
-    """
+    """Make an empty draft in an earlier one's place. Raises `CheckpointError`: no such folder. `OSError`: it fails."""
     if folder.name in ("", "..") or folder.name.endswith((DRAFT, _REPLACED)):
         raise CheckpointError(
             f"a checkpoint cannot be saved as {folder}: a tag names a folder, and its name must not end in {DRAFT} or "
@@ -108,12 +100,7 @@ def expect_finished(folder: Path) -> None:
 
 
 def why_not_written(path: Path, error: Exception) -> str:
-    """Say why a part could not be written: torch hides it, but the file system says it again if it is asked.
-
-    Args:
-        path: of the part, or the folder that it was to go into.
-        error: what the writer has raised.
-    """
+    """Why a part, or a folder for it, could not be written: torch hides it, but the file system says it again."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
@@ -179,11 +166,7 @@ class Manifest:
 
 
 def seal_part(path: Path) -> SavedFile:
-    """Return what the manifest says of a part that has been written, and have the disk keep it.
-
-    Raises:
-        OSError: the file cannot be read, or the file system reports late that it could not write it.
-    """
+    """Entry of the manifest for a written part, once the disk keeps it. Raises `OSError`: it cannot be, or be read."""
     part = _measure(path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -222,15 +205,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def changed_parts(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
-    """Compare parts with what the manifest says of them.
-
-    Args:
-        manifest: its own.
-        names: of the parts to read.
-
-    Returns:
-        By name of a part that is not as it was saved, what is wrong with it.
-    """
+    """Compare parts, by names, with the manifest; by name of a part that has changed, what is wrong with it."""
     faults = {}
     for name in names:
         expected = manifest.parts[name]

@@ -97,14 +97,7 @@ def _unit_costs(start: JobStart) -> Sequence[UnitCosts]:
 
 
 def document_placer(section: PlacementSection, costs: UnitCosts) -> DocumentPlacer:
-    """Return what places the batches of one replica by their documents.
-
-    Args:
-        costs: of the replica's units.
-
-    Raises:
-        PlanError: the section's planner is unknown, or cannot describe the units.
-    """
+    """Return what places a replica's batches at these ``costs``. Raises `PlanError`: a planner is unknown or cannot."""
     if section.planner is not None:
         expect_places(section.planner, costs)
     limited = costs if section.max_tokens is None else costs.limited(section.max_tokens)
@@ -128,14 +121,7 @@ class CostRenewal:
         self._predicted_gain_before = False
 
     def observe(self, step: int, times: Sequence[RankTimes]) -> bool:
-        """Renew the costs if these times call for it; return whether they are new.
-
-        Args:
-            times: of all ranks since the last observation.
-
-        Caller: every rank of the world.
-        Collectives: one `on_all_ranks`.
-        """
+        """Whether costs are renewed by these times of all ranks; on every rank. Collectives: one `on_all_ranks`."""
         flat = self._world.on_all_ranks(lambda: self._decide(step, times) if self._world.rank == 0 else None)[0]
         if flat is None:
             return False

@@ -143,13 +143,7 @@ class StepMonitor:
             self._record.events = events
 
     def record_step(self, samples: int) -> None:
-        """Count an optimizer step, and observe the ranks' times if it is due.
-
-        Args:
-            samples: of all optimizer steps so far, the abscissa of the monitor's events.
-
-        Caller: every rank of the world, after each optimizer step.
-        """
+        """Count an optimizer step on every rank, after ``samples`` in all; observe the ranks' times if it is due."""
         self._clock.end_step()
         self._steps += 1
         if self._steps_to_skip:
@@ -212,13 +206,7 @@ class StepMonitor:
         return None if self._plan.fingerprint == self._start.plan.fingerprint else self._plan
 
     def resume(self, plan: JsonObject) -> None:
-        """Go on with the plan that re-planning had come to when a checkpoint was saved, if it fits this job.
-
-        Args:
-            plan: as in a file of version 2; the same on every rank.
-
-        Caller: every rank of the world, between two steps.
-        """
+        """Go on with a checkpoint's changed plan, if it fits this job; on every rank, between two steps."""
         if self.replanning is not None and self.replanning.resume(plan):
             self._begin_anew()
 
@@ -293,15 +281,9 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Prediction and measurement of the same steps, each predicted for its own batches.
+    """Prediction and measurement of the same steps, each predicted for its own batches: medians."""
 
-    Args:
-        steps: optimizer steps that were compared.
-        predicted_s: median prediction of a step.
-        measured_s: median duration of a step.
-    """
-
-    steps: int
+    steps: int  # that were compared
     predicted_s: float
     measured_s: float
 

@@ -50,18 +50,12 @@ class PlanSearch(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleChange:
-    """One change of schedule in a running job.
+    """One change of schedule in a running job."""
 
-    Args:
-        step: optimizer steps that this process has done before it.
-        replica: index of the replica whose schedule changed.
-        gain: share of a step's time that the change was predicted to save.
-    """
-
-    step: int
-    replica: int
+    step: int  # optimizer steps of this process before it
+    replica: int  # its index
     schedule: Schedule
-    gain: float
+    gain: float  # share of a step's time that it was predicted to save
     event: ClassVar[str] = "the schedule changed"
 
     def applied_to(self, plan: Plan) -> Plan:

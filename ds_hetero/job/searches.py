@@ -20,17 +20,11 @@ from ds_hetero.values.section import HeterogeneitySection
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerChange:
-    """One change of layers in a running job.
+    """One change of layers in a running job."""
 
-    Args:
-        step: optimizer steps that this process has done before it.
-        layers: by pipeline and stage.
-        gain: share of the passes' time that it is predicted to save.
-    """
-
-    step: int
-    layers: tuple[tuple[int, ...], ...]
-    gain: float
+    step: int  # optimizer steps of this process before it
+    layers: tuple[tuple[int, ...], ...]  # by pipeline and stage
+    gain: float  # share of the passes' time that it is predicted to save
     event: ClassVar[str] = "layers moved"
 
     def applied_to(self, plan: Plan) -> Plan:
@@ -163,12 +157,7 @@ class BatchSearch:
         self._most = dict[int, int]()  # samples of ranks that have run out of memory with more
 
     def learn(self, plan: Plan, room: Sequence[int]) -> list[str]:
-        """Learn which ranks have no memory for a plan; a line for each of them, for people.
-
-        Args:
-            plan: that was proposed.
-            room: by rank, how many of its samples the rank has memory for. No rank is given more from now on.
-        """
+        """Learn which ranks have no memory for a proposed plan; a line for each of them, for people."""
         assert plan.batch_split is not None
         wanted = plan.batch_split.micro_batch_sizes
         full = {rank: most for rank, most in enumerate(room) if most < wanted[rank]}

@@ -41,11 +41,7 @@ _SAME_SHAPES = {
 
 
 def load_model(source: str | Path | JsonObject) -> ModelSpec:
-    """A model from a config.json, a folder with one, the name of a preset, or the same inline.
-
-    Raises:
-        ModelError: no such file or preset, not JSON, or anything that `model_from_config` refuses.
-    """
+    """A model from a config.json, a folder with one, a preset's name, or inline. Raises `ModelError`: there is none."""
     if isinstance(source, Mapping):
         name = source.get("model_type")
         return model_from_config(source, name if isinstance(name, str) and name else "model")
@@ -53,14 +49,7 @@ def load_model(source: str | Path | JsonObject) -> ModelSpec:
 
 
 def read_model_config(source: str | Path) -> Any:
-    """Return the content of the config.json that a source stands for.
-
-    Args:
-        source: a config.json, a folder with one, or the name of a preset, ours or the Hub's.
-
-    Raises:
-        ModelError: no such file or preset, or not JSON.
-    """
+    """Content of a config.json, by its path, folder or a preset's name, ours or the Hub's. Raises `ModelError`."""
     path, _ = _config_file(source)
     try:
         return read_file(path, "model", ModelError)

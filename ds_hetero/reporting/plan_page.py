@@ -31,11 +31,7 @@ from ds_hetero.values.plans import Plan, read_plan
 
 
 def describe_with_run(plan: DescribedPlan | Plan, run: RunFile | None) -> DescribedPlan:
-    """Return the plan with what it was made for: from the run, which knows best, else from its own file.
-
-    Raises:
-        PlanError: the run is of another plan, or neither file says what the plan was made for.
-    """
+    """A plan and what it was made for, from the run or its own file. Raises `PlanError`: another plan, or neither."""
     bare, own = (plan.plan, plan.scenario) if isinstance(plan, DescribedPlan) else (plan, None)
     if run is not None:
         if bare.is_replicas and len(bare.pipelines) == 1 and len(run.plan.pipelines) > 1:

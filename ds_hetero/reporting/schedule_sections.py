@@ -25,15 +25,7 @@ from ds_hetero.values.schedule import Schedule
 def shares(
     page: Page, cost: CostModel, schedule: Schedule, prediction: Prediction, measured: Sequence[MeasuredRank]
 ) -> list[Markup]:
-    """Return two charts and a table.
-
-    Args:
-        page: that is being made.
-        cost: of the replica.
-        schedule: of the replica.
-        prediction: of the schedule.
-        measured: its ranks in a run; empty without.
-    """
+    """Add two charts and a table of a schedule on ``cost``'s replica; ``measured`` are its ranks in a run."""
     rows = rank_rows(cost, schedule, bool(measured))
     memory = cost.memory_parts(*cost.arrays(schedule))
     parts = {name.replace("_", " "): np.asarray(part).tolist() for name, part in memory.items() if np.max(part) > 0}

@@ -221,12 +221,7 @@ def _decode_failure(payload: bytes) -> _Failure:
 
 
 def _error_of(failures: Mapping[int, _Failure], unnamed: Sequence[Sequence[int]]) -> Exception:
-    """Make one error of the failures of several ranks; ranks with equal failures are named together.
-
-    Args:
-        failures: by global rank.
-        unnamed: sets of ranks that need no naming if just they broke the same rule.
-    """
+    """Make one error of failures by global rank; equal ones together; ``unnamed`` sets of ranks without names."""
     ranks_by_failure: dict[_Failure, list[int]] = {}
     for rank, failure in failures.items():
         ranks_by_failure.setdefault(failure, []).append(rank)

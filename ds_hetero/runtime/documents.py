@@ -96,11 +96,7 @@ def documents_from_cu_seqlens(boundaries: Sequence[int], length: int, batch_size
 
 
 def expect_one_set_of_boundaries(batch: Mapping[str, Any]) -> None:
-    """Refuse a batch whose queries and keys are of unlike documents, or whose documents are not told to every model.
-
-    Raises:
-        BatchError: ``cu_seq_lens_k`` is not ``cu_seq_lens_q``, one is no tensor, or there is ``seq_idx`` alone.
-    """
+    """Refuse unlike documents of queries and keys, or ``seq_idx`` alone. Raises `BatchError`."""
     of_queries, of_keys = batch.get(BOUNDARIES), batch.get(_BOUNDARIES_OF_KEYS)
     for name, boundaries in ((BOUNDARIES, of_queries), (_BOUNDARIES_OF_KEYS, of_keys)):
         if not isinstance(boundaries, Tensor | None):

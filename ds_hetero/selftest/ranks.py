@@ -90,14 +90,7 @@ def _native_types(device: torch.device) -> list[str]:
 
 
 def check_ranks(ranks: Sequence[JsonObject]) -> None:
-    """Refuse ranks that cannot train together.
-
-    Args:
-        ranks: `describe_rank` of every rank.
-
-    Raises:
-        ConfigError: a device that cannot be used, CPUs among GPUs, or another environment on some rank.
-    """
+    """Refuse ranks, by `describe_rank`, that cannot train together. Raises `ConfigError`: why."""
     errors = [f"rank {rank}: {described['error']}" for rank, described in enumerate(ranks) if "error" in described]
     if errors:
         raise ConfigError("\n".join(errors))

@@ -74,12 +74,7 @@ STRATEGIES = ("plan", *UNIFORM, *FROM_DEVICES, "lut", "formula")  # all that a c
 
 
 def all_baselines(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[dict[str, Schedule], dict[str, str]]:
-    """Ulysses, Ring and every USP mesh between them that other systems accept.
-
-    Returns:
-        the schedules by name, such as ``ulysses`` or ``usp 4x2`` (ring size x group size), and the reason for every
-        one of `COMPARED` that does not exist.
-    """
+    """Ulysses, Ring and USP meshes that other systems accept, by name (``usp 4x2``), and why others do not exist."""
     schedules, missing = {}, {}
     if num_heads % num_ranks:
         missing["ulysses"] = f"num_heads={num_heads} is not a multiple of {num_ranks} ranks"

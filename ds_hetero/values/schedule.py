@@ -238,11 +238,7 @@ class Schedule:
 
 
 def schedules_for_world(schedule: Schedule, world_size: int) -> tuple[Schedule, ...]:
-    """One schedule per replica: ``schedule`` repeated over consecutive blocks of ranks.
-
-    Raises:
-        ScheduleError: ``world_size`` is not a multiple of the schedule's ranks, or these do not begin at 0.
-    """
+    """``schedule`` once per consecutive block of ranks. Raises `ScheduleError`: it does not divide ``world_size``."""
     if schedule.ranks[0] != 0:
         raise ScheduleError(f"the schedule's ranks {schedule.ranks} must begin at 0.")
     if world_size % schedule.sp_size:

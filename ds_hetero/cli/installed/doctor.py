@@ -54,14 +54,7 @@ def doctor(config: Path | None, world_size: int, model: str | None, as_json: boo
 
 
 def model_of(source: str | None) -> nn.Module | None:
-    """The model that would be trained, without weights; None where none was given, or transformers cannot build it.
-
-    Args:
-        source: config.json, folder or preset.
-
-    Raises:
-        ModelError: the source cannot be read.
-    """
+    """The model of a source, without weights; None without one, or if it cannot be built. Raises `ModelError`."""
     if source is None or find_spec("transformers") is None:
         return None
     from ds_hetero.frameworks.transformers.model.facts import model_without_weights

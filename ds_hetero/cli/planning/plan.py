@@ -242,13 +242,7 @@ def _less(then_s: float, now_s: float) -> str:
 
 
 def _for_lengths(scenario: Scenario, source: str, seed: int) -> _Answer:
-    """Choose the schedule whose units place batches of a distribution fastest.
-
-    Args:
-        scenario: its length is that of a row.
-        source: file of lengths, or the name of a distribution.
-        seed: of the drawing.
-    """
+    """Choose the schedule whose units place batches of the distribution ``source``, drawn by ``seed``, fastest."""
     from ds_hetero.cli.options import draw_batches, read_distribution
     from ds_hetero.planner.documents.for_lengths import plan_for_lengths
 

@@ -45,11 +45,7 @@ def report(plan: Path, out: Path, run: Path | None, train: str | None, as_json: 
 
 
 def read_both(plan: Path, run_file: Path | None, out: Path, ending: str) -> tuple[DescribedPlan, RunFile | None]:
-    """Read a plan and a run of it, once it is known that ``out`` can be written and has this ``ending``.
-
-    Raises:
-        PlanError: ``out`` cannot be written, or the run is of another plan; see also the readers of both files.
-    """
+    """Read a plan and a run of it, if ``out`` can be written and has this ``ending``. Raises `PlanError`."""
     check_out(out, endings=(ending,))
     measured = None if run_file is None else read_run(run_file)
     return describe_with_run(read_described_plan(plan), measured), measured

@@ -54,13 +54,7 @@ class PipelineTimes(NamedTuple):
 
 
 def closed_form(forward_s: Floats, backward_s: Floats, hop_s: Floats) -> PipelineTimes:
-    """Return what pipelines take; formulas in the module's docstring.
-
-    Args:
-        forward_s: of every stage, ``[C, S]``.
-        backward_s: of every stage, ``[C, S]``.
-        hop_s: one direction, ``[S - 1]``.
-    """
+    """Times of pipelines by the module's formulas: passes of stages ``[C, S]``, hops one way ``[S - 1]``."""
     stage_s = forward_s + backward_s
     num_stages = stage_s.shape[1]
     through_CS = stage_s.cumsum(axis=1)  # up to and with this stage and the hops before it

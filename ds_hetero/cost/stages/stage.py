@@ -47,16 +47,12 @@ def expect_alike_layers(model: ModelSpec) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """Devices that are one problem for a planner: the same device behind the same links.
-
-    Args:
-        switch_bytes_per_s: what all devices of their node share inside it; None if pairs do not disturb each other.
-    """
+    """Devices that are one problem for a planner: the same device behind the same links."""
 
     device: DeviceSpec  # what computes
     link: Link  # between two of them on one node
     nic_bytes_per_s: float | None  # what all devices of their node share towards other nodes; None if each has a port
-    switch_bytes_per_s: float | None
+    switch_bytes_per_s: float | None  # shared inside their node; None if pairs do not disturb each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +65,7 @@ class Pool:
 
 
 class Pools:
-    """The devices of a cluster by node and kind.
-
-    Args:
-        cluster: whose devices they are.
-
-    Attributes:
-        kinds: distinct kinds, in order of first use.
-        pools: nodes in order, and on one node kinds in order of their first rank.
-    """
+    """The devices of a cluster: kinds in order of first use, pools by node and then by its kinds' first rank."""
 
     def __init__(self, cluster: Cluster) -> None:
         numbers: dict[DeviceKind, int] = {}

@@ -436,13 +436,7 @@ def host_share(workload: Workload) -> float:
 
 
 def offloaded_step_s_D(devices: Sequence[DeviceSpec], workload: Workload, own_D: Floats) -> Floats:
-    """Gradients to the host, Adam there, parameters back, ``[D]``; nothing hides it.
-
-    Args:
-        devices: by rank.
-        workload: with its bytes.
-        own_D: trained parameters whose optimizer state a rank owns.
-    """
+    """Gradients to the host, Adam there, parameters back, ``[D]``, hidden by nothing; ``own_D``: owned parameters."""
     moved_D = own_D * (workload.gradient_bytes + workload.element_bytes)
     stepped_D = own_D * (2 * workload.optimizer_bytes + workload.gradient_bytes + workload.element_bytes)
     return np.asarray(moved_D / host_bytes_per_s_D(devices) + stepped_D / HOST_BYTES_PER_S)

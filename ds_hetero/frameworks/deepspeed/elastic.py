@@ -94,13 +94,7 @@ class ElasticEngine:
             )
 
     def go_on(self, objects: Objects, found: Found) -> None:
-        """Put back the save that was found, if any; from here on `after_step` saves.
-
-        Caller: every rank, once.
-
-        Raises:
-            CheckpointError: it is of another model, another global batch, or has another state of the script.
-        """
+        """Put back a save that was found, and save from here on; on every rank. Raises `CheckpointError`."""
         if self.snapshots is not None:
             raise ConfigError("handle.elastic was called twice for one engine.")
         for name, one in objects.items():

@@ -42,18 +42,12 @@ Hook = Function
 
 @dataclass(kw_only=True)
 class HookedEngine:
-    """An engine and what the hooks around its methods need.
+    """An engine and what the hooks around its methods need."""
 
-    Args:
-        engine: DeepSpeed's, as it was built.
-        monitor: takes the times of steps.
-        elastic: keeps its state in memory; None in a job that is not elastic.
-    """
-
-    engine: Engine
+    engine: Engine  # DeepSpeed's, as it was built
     clock: StepClock
-    monitor: StepMonitor
-    elastic: ElasticState | None = None
+    monitor: StepMonitor  # takes the times of steps
+    elastic: ElasticState | None = None  # keeps its state in memory; None in a job that is not elastic
 
     @property
     def why_batch_is_fixed(self) -> str | None:

@@ -97,14 +97,7 @@ def plain_configuration(ds_config: DsConfig, replica: Replica, sp_size: int | No
 
 
 def expect_batch_of_replicas(ds_config: DsConfig, split: BatchSplit, world_size: int, sp_size: int | None) -> None:
-    """Check that the global batch of the configuration is that of the replicas; what is left out follows from them.
-
-    Args:
-        sp_size: the sequence-parallel size that the user gave, if any.
-
-    Raises:
-        ConfigError: it is another one.
-    """
+    """Refuse a configuration whose global batch is not that of the replicas. Raises `ConfigError`."""
     total, micro, steps = (ds_config.get(name) for name in BATCH_SIZES)
     samples_by_setting = {"train_batch_size": total}
     if micro is not None:

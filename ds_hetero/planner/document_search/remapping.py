@@ -41,17 +41,11 @@ class TokenTransfer(NamedTuple):
 
 
 class Remapped(NamedTuple):
-    """A placement of documents for attention, and other tokens of the units outside it.
+    """A placement of documents for attention, and other tokens outside."""
 
-    Args:
-        placed: for attention.
-        held: tokens that every unit holds outside attention.
-        loads: of both, with what moving takes.
-    """
-
-    placed: PlacedLengths
-    held: tuple[int, ...]
-    loads: Loads
+    placed: PlacedLengths  # for attention
+    held: tuple[int, ...]  # tokens of every unit outside attention
+    loads: Loads  # of both, with the moves
 
     @property
     def predicted_s(self) -> float:

@@ -178,14 +178,7 @@ def _remap_limit_s(remap: RemapWish, without_s: float, costs: UnitCosts) -> floa
 
 
 def expect_places(planner: str, costs: UnitCosts) -> None:
-    """Refuse a published planner that cannot place documents on these units, before there is a batch.
-
-    Args:
-        planner: its name.
-
-    Raises:
-        PlanError: there is no such planner of documents, or its paper cannot describe the units.
-    """
+    """Refuse a published planner that cannot place documents on these units. Raises `PlanError`."""
     _published(planner)((len(costs.token_s),), costs)
 
 

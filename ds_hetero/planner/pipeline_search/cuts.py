@@ -64,13 +64,7 @@ class LayerCuts:
         self._by_kinds: dict[tuple[object, ...], tuple[LayerCut, ...]] = {}
 
     def __call__(self, blocks: tuple[DeviceBlock, ...], micro_batch_size: int, pipelines: int) -> tuple[LayerCut, ...]:
-        """Return the undominated cuts, shortest period first; none if the layers do not fit.
-
-        Args:
-            blocks: of the stages, first to last.
-            micro_batch_size: samples.
-            pipelines: of the plan.
-        """
+        """The undominated cuts of blocks, first to last, shortest period first; none if the layers do not fit."""
         key = blocks, micro_batch_size, pipelines
         cuts = self._by_blocks.get(key)
         if cuts is None:
@@ -81,14 +75,7 @@ class LayerCuts:
     def keep(
         self, blocks: tuple[DeviceBlock, ...], micro_batch_size: int, pipelines: int, layers: tuple[int, ...]
     ) -> bool:
-        """Take given layers as the only cut of these blocks; False if they do not fit.
-
-        Args:
-            blocks: of the stages.
-            micro_batch_size: samples.
-            pipelines: of the plan.
-            layers: of every stage.
-        """
+        """Take the layers, by stage, as the only cut of these blocks; False if they do not fit."""
         cut = make_cut(self.costs, blocks, layers, micro_batch_size, pipelines)
         if cut is not None:
             self._by_blocks[blocks, micro_batch_size, pipelines] = (cut,)

@@ -158,13 +158,7 @@ class Evaluator:
         cuts: tuple[LayerCut, ...] | None = None,
         micro_batches: tuple[int, ...] | None = None,
     ) -> PlanCandidate:
-        """Judge a candidate again, by the last word on every pipeline instead of its closed form.
-
-        Args:
-            plan: gives the blocks.
-            cuts: layers, in place of the plan's.
-            micro_batches: likewise.
-        """
+        """Judge a plan by the last word on every pipeline; its cuts and micro-batches may be replaced."""
         cuts, micro_batches = cuts or plan.cuts, micro_batches or plan.micro_batches
         self.spent_s += FULL_S + FULL_PIPELINE_S * len(cuts) + self._fit_s
         return judge(self.costs, self.objective, plan.shapes, cuts, micro_batches, self.pipeline_s)

@@ -28,13 +28,7 @@ LEAST_REFINED_GAIN = 1e-6
 
 
 def refine_plan(evaluate: Evaluator, plan: PlanCandidate, effort_s: float) -> PlanCandidate:
-    """Return the plan by the last word, with layers and micro-batches that are better by it.
-
-    Args:
-        evaluate: judges plans, and counts what that takes.
-        plan: by the closed form.
-        effort_s: what may be spent, by `Evaluator.spent_s`.
-    """
+    """The plan by the last word, with better layers and micro-batches; at ``effort_s`` of `Evaluator.spent_s`."""
     stop_s = evaluate.spent_s + effort_s
     best, better = evaluate.exact(plan), True
     while better and evaluate.spent_s < stop_s:

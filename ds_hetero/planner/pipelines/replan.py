@@ -40,12 +40,7 @@ OPTIMIZER_BYTES = 12  # per parameter: master weight and two moments
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replanned:
-    """A new plan for the devices that are left.
-
-    Args:
-        moved_bytes: model states that ranks must fetch, by the link they come over; ``checkpoint`` where every rank
-            that held them is lost.
-    """
+    """A new plan for the devices that are left."""
 
     plan: Plan  # in new ranks
     finished: Finished  # the same as the search sees it
@@ -53,7 +48,7 @@ class Replanned:
     first_s: float  # step of the plan that was there first
     first_after_s: float  # time until it was there
     search_s: float  # time in all
-    moved_bytes: dict[str, float]
+    moved_bytes: dict[str, float]  # states to fetch by link; ``checkpoint`` where all that held them are lost
 
     def to_dict(self) -> JsonDict:
         """Plain data for ``--json``."""

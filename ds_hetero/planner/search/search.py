@@ -49,11 +49,7 @@ AT_FLOOR = 1.0005  # this close to what no schedule can undercut there is nothin
 
 
 def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Assignment]:
-    """The best assignments of the search, best first, one per partition of the working ranks; empty where nothing fits.
-
-    Args:
-        budget: how much may be evaluated; left out, what suits the number of ranks.
-    """
+    """The best assignments, best first, one per partition of the working ranks; none if nothing fits."""
     if not has_room(problem.cost):
         return []
     budget = budget or EvaluationBudget.for_ranks(problem.num_ranks)

@@ -109,11 +109,7 @@ def all_gather_in_replica(replica: Replica, part: Tensor) -> Tensor:
 
 
 def expect_one_batch(replica: Replica, headers: Sequence[Header]) -> None:
-    """Refuse shards that are not of one batch; every rank has seen the same headers and so does the same.
-
-    Raises:
-        BatchError: batch sizes, dtypes or boundaries that differ, or entries that only some ranks have.
-    """
+    """Refuse, by equal headers on every rank, shards of several batches. Raises `BatchError`: how they differ."""
     for name, show in (
         ("batch_size", int),
         ("dtype", lambda i: str(_DTYPES[i]).removeprefix("torch.")),

@@ -183,15 +183,7 @@ def add_to_checksum(checksum: int, batch: Any) -> int:
 
 
 def expect_same_checksum(read: int | None, expected: int | None, what: str) -> None:
-    """Check what a loader has given again.
-
-    Args:
-        read: checksum of it; None where it is not known.
-        expected: checksum of what it gave before; None where it is not known.
-
-    Raises:
-        BatchError: they differ.
-    """
+    """Refuse what a loader has given again with another checksum, if both are known. Raises `BatchError`."""
     if read is not None and expected is not None and read != expected:
         raise BatchError(
             f"the loader does not give again what it gave before the checkpoint: the first {what} of the epoch have "

@@ -249,11 +249,7 @@ class PlanningAhead:
         self._prepared: _Prepared | None = None
 
     def take(self, count: int, schedule: Schedule) -> list[PlacedBatch]:
-        """The next ``count`` batches, fewer at the epoch's end; placed anew if placer or schedule have changed.
-
-        Raises:
-            BatchError: a batch could not be read or placed; or whatever the wrapped loader raises.
-        """
+        """The next ``count`` batches, fewer at the end, placed anew if need be. Raises `BatchError`."""
         placer, prepared = self._placer(), self._prepared
         self._prepared = None
         if prepared is None:

@@ -130,15 +130,7 @@ own_calls = Calls()
 
 
 def expect_same_counts(counts: Sequence[Counts]) -> None:
-    """Check that all ranks did the same since the last fetch.
-
-    Args:
-        counts: by rank.
-
-    Raises:
-        StepError: they did not; the message names the ranks that did something else than the others. The same on every
-            rank.
-    """
+    """Refuse ranks, by their counts, that did unlike things since a fetch. Raises `StepError` on every rank."""
     if len(set(counts)) == 1 or _UNKNOWN_COUNTS in counts:
         return
     groups = ranks_by_value(enumerate(counts))

@@ -42,12 +42,7 @@ def default_in_flight(stages: int) -> tuple[int, ...]:
 
 
 def one_f_one_b(in_flight: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a stage in order, a forward and a backward for every micro-batch.
-
-    Args:
-        in_flight: forwards that may run before their backward, at least 1.
-        micro_batches: of the step.
-    """
+    """A stage's actions in order, for each micro-batch a forward and a backward, at most ``in_flight`` before it."""
     warm_up = min(in_flight - 1, micro_batches)
     actions = [Action(FORWARD, k) for k in range(warm_up)]
     for k in range(micro_batches - warm_up):

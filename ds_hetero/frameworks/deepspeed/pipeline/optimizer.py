@@ -210,15 +210,7 @@ def expect_elementwise(optimizer: type[Optimizer]) -> None:
 
 
 def optimizer_of_section(section: Content, groups: Groups) -> Optimizer:
-    """Make the optimizer that ds_config.json describes.
-
-    Args:
-        section: ``"optimizer"`` of ds_config.json.
-        groups: with tensors.
-
-    Raises:
-        ConfigError: a type that cannot be used with pipelines.
-    """
+    """Make the optimizer that ds_config.json describes. Raises `ConfigError`: a type not for pipelines."""
     kind = str(section.get("type", "")).lower()
     parameters = dict(section.get("params") or {})
     if kind not in _SECTION:

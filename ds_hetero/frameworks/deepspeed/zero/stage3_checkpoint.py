@@ -58,11 +58,7 @@ class Stage3Checkpoints:
         return equal_shards(param.ds_tensor.detach(), [param])
 
     def examine(self, method: Function, load_dir: str, tag: str, **kwargs: object) -> object:
-        """``_load_checkpoint``: look the checkpoint over before anything is taken from it.
-
-        Raises:
-            CheckpointError: files are missing or damaged, or the checkpoint is of another model; on every rank.
-        """
+        """Look over a checkpoint before anything is taken from it. Raises `CheckpointError` on every rank."""
         if self._engine.load_universal_checkpoint():
             return method(load_dir, tag, **kwargs)
         self._saved = examine_files(self._engine, load_dir, str(tag))

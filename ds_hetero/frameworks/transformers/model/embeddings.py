@@ -49,11 +49,7 @@ def position_counter(decoder: nn.Module) -> Callable[[Batch], Tensor] | None:
 
 
 def with_positions(count: Callable[[Batch], Tensor] | None, batch: Any) -> Any:
-    """The batch with ``position_ids``, if its model counts them in its own way and the batch has none.
-
-    Raises:
-        BatchError: there is padding that no mask tells of, so that it would be taken for documents.
-    """
+    """The batch with ``position_ids`` if the model makes its own. Raises `BatchError`: padding without a mask."""
     tokens = batch.get("input_ids", batch.get("inputs_embeds")) if isinstance(batch, Mapping) else None
     if count is None or batch.get("position_ids") is not None or not isinstance(tokens, Tensor) or tokens.dim() < 2:
         return batch

@@ -27,14 +27,7 @@ from ds_hetero.models.shapes import ModelSpec
 
 
 def read_model_facts(model: nn.Module) -> ModelFacts:
-    """Read everything that the start of a job needs to know of a model.
-
-    Args:
-        model: a PreTrainedModel, or a module around one.
-
-    Raises:
-        ModelError: it cannot be split over the sequence, see `check_model`.
-    """
+    """Read a PreTrainedModel, or a module around one, for the start of a job. Raises `ModelError`."""
     check_model(model)
     return describe_model(model)
 

@@ -432,14 +432,7 @@ ADAPTERS: Mapping[str, NameRow] = {
 
 
 def adapter_problems(adapters: Batch) -> Iterator[str]:
-    """Say which adapters would not train as on one process.
-
-    Args:
-        adapters: PEFT's configurations by the name of the adapter.
-
-    Yields:
-        For each adapter that is refused, its name, what is refused of it, and why.
-    """
+    """Yield PEFT's adapters that do not train as on one process: name, what is refused, and why."""
     for name, config in adapters.items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         for path, value in [(kind, None), *_settings(kind, config)]:

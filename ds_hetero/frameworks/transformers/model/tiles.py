@@ -30,15 +30,7 @@ _MLP_NAMES = ("mlp", "feed_forward", "shared_mlp")
 
 
 class Tiles:
-    """Of one model; `close` takes them out of it.
-
-    Args:
-        model: a model with a head for language.
-        tokens: of a tile, at most.
-
-    Raises:
-        ModelError: the model is built so that its MLPs or its head cannot be tiled.
-    """
+    """Tiles of one model with a language head; `close` takes them out. Raises `ModelError`: it cannot be tiled."""
 
     def __init__(self, model: Any, decoder: nn.Module, tokens: int) -> None:
         self._model, self._tokens, self._count = model, tokens, 1

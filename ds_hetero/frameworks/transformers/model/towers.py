@@ -71,14 +71,7 @@ class Window(NamedTuple):
 
 
 class DecoderDoor:
-    """Cuts what the outer model hands to its text decoder, during one forward after another.
-
-    Args:
-        pretrained: the model with towers.
-
-    Attributes:
-        window: if set, forwards of whole batches are cut to it; see `Window`.
-    """
+    """Cuts what the model with towers hands to its decoder, forward after forward; if set, to ``window``."""
 
     def __init__(self, pretrained: PretrainedModel) -> None:
         self.window: Window | None = None

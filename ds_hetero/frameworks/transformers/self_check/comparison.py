@@ -85,13 +85,7 @@ def least(first: Errors, again: Errors) -> Errors:
 
 
 def worst(errors: Errors, noise: Mapping[_Key, float], eps: float) -> list[Difference]:
-    """Return the worst token of every module, in the order in which faults are named.
-
-    Args:
-        errors: from `compare_runs`.
-        noise: from `noise_of`.
-        eps: unit of rounding of the model's data type.
-    """
+    """The worst token of every module, in the order in which faults are named; ``eps`` of the model's dtype."""
     differences = []
     for key, values in errors.items():
         error, rounding = _largest(values), noise.get(key, 0.0)

@@ -38,17 +38,11 @@ class ModuleOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Record of a run.
+    """Record of a run."""
 
-    Args:
-        outputs: [B, s, ...] by place, in the order in which the modules finished.
-        gradients: of the loss, by place; those of the outputs that it depends on.
-        loss: None if the run had none.
-    """
-
-    outputs: dict[ModuleOutput, Tensor] = field(default_factory=dict)
-    gradients: dict[ModuleOutput, Tensor] = field(default_factory=dict)
-    loss: float | None = None
+    outputs: dict[ModuleOutput, Tensor] = field(default_factory=dict)  # [B, s, ...] by place, as the modules finished
+    gradients: dict[ModuleOutput, Tensor] = field(default_factory=dict)  # of the loss, by place of an output
+    loss: float | None = None  # None if the run had none
 
 
 def record_run(

@@ -84,11 +84,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def fill_buffers(model: nn.Module, device: torch.device) -> None:
-    """Compute the buffers of a model that are on the meta device, such as rotary frequencies, as transformers does.
-
-    Raises:
-        ModelError: a buffer that transformers does not compute from the configuration.
-    """
+    """Compute a model's meta buffers as transformers does. Raises `ModelError`: it computes one otherwise."""
     pretrained = pretrained_of(model)
     for name, module in list(model.named_modules()):
         empty = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
@@ -236,11 +232,7 @@ _SINGLE = "model.safetensors"
 
 
 class StoredWeights:
-    """The tensors of a folder as `save_pretrained` of transformers writes it, in one file or in several with an index.
-
-    Raises:
-        ModelError: it holds no safetensors, or its index cannot be read.
-    """
+    """Tensors in a folder of `save_pretrained`, in files with an index. Raises `ModelError`: it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

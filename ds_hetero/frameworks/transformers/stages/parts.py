@@ -123,11 +123,7 @@ def _beyond_lora(adapter: object) -> str:
 
 
 def check_tensor_stages(model: nn.Module, plan: Plan) -> None:
-    """Refuse a model, which `check_tensor_model` takes, that the tensor-parallel stages of a plan cannot hold.
-
-    Raises:
-        ModelError: a degree does not divide the model's KV heads, or leaves a rank without words.
-    """
+    """Refuse a model that tensor stages cannot hold. Raises `ModelError`: KV heads or words do not divide."""
     name = type(pretrained_of(model)).__name__
     head = pretrained_of(model).get_output_embeddings()
     assert isinstance(head, nn.Linear)
@@ -147,11 +143,7 @@ def check_tensor_stages(model: nn.Module, plan: Plan) -> None:
 
 
 def cut_by_tensor_parallelism(pretrained: PretrainedModel, mesh: DeviceMesh) -> VocabularyPart | None:
-    """Replace the parameters of what is there by shards on ``mesh``; the model is on its device.
-
-    Returns:
-        The words of which the head computes the logits; None where it is in another stage.
-    """
+    """Replace parameters by shards on ``mesh``; return the words of the head here, None if it is not."""
     plan = _plan_of(pretrained)
     decoder = pretrained.base_model
     linears = CutLinears(mesh.get_group())

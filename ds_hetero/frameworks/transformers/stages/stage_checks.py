@@ -33,14 +33,7 @@ _PROBE_TOKENS = 4
 
 
 def check_cuttable(model: nn.Module) -> None:
-    """Refuse a model that cannot be cut into stages, whatever the plan.
-
-    Args:
-        model: a PreTrainedModel, or a module around one, whole and on this rank.
-
-    Raises:
-        ModelError: with the reason.
-    """
+    """Refuse a model that cannot be cut into stages, whatever the plan. Raises `ModelError` with the reason."""
     pretrained = pretrained_of(model)
     name = type(pretrained).__name__
     if not name.endswith(_HEAD):

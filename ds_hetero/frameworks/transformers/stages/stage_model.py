@@ -298,12 +298,7 @@ class StageModel:
 
 
 def outputs_with(loss: Tensor, measures: Tensor | None = None) -> Any:
-    """Return what a model of transformers returns, with the loss, and with the sums that TRL's trainers log.
-
-    Args:
-        loss: of the global batch.
-        measures: see `measure_tokens`; None where nobody asked for them.
-    """
+    """A transformers model's outputs with the global loss, and TRL's sums (`measure_tokens`; None without)."""
     from transformers.modeling_outputs import CausalLMOutput
 
     outputs = CausalLMOutput(loss=loss)

@@ -240,14 +240,7 @@ MAX_PATHS = 128  # that are simulated
 
 
 class PipelineMaker:
-    """Makes pipelines of groups of devices.
-
-    Args:
-        cuts: layers of pipelines under the cost model.
-        speed_V: compute of every rank.
-        bandwidth_VV: between ranks.
-        micro_batch_size: samples of a micro-batch.
-    """
+    """Makes pipelines of groups of devices by their compute, ``speed_V``, and ``bandwidth_VV`` between them."""
 
     def __init__(self, cuts: LayerCuts, speed_V: Floats, bandwidth_VV: Floats, micro_batch_size: int) -> None:
         self._cuts, self._costs = cuts, cuts.costs

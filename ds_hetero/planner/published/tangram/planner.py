@@ -148,13 +148,7 @@ def cycle_s(parts: Sequence[Timing], micro_batches: int) -> float:
 
 
 def compose(tables: Tables, num_layers: int, micro_batches: int) -> tuple[int, ...] | None:
-    """Return where the slice of every island ends, by Algorithm 2; None if no slices cover the model.
-
-    Args:
-        tables: partial plans of every island.
-        num_layers: of the model.
-        micro_batches: of a lane.
-    """
+    """The ends of islands' slices, by Algorithm 2 on their partial plans; None if no slices cover the model."""
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for table in tables:
         after: dict[int, tuple[float, float, tuple[int, ...]]] = {}
