@@ -48,11 +48,7 @@ _Pieces = Mapping[int, Sequence[_Piece]]  # by number of the document, ascending
 
 
 def visible_blocks(
-    q_chunks: Sequence[Range],
-    k_chunks: Sequence[Range],
-    documents: Sequence[Range],
-    causal: bool,
-    window: int | None,
+    q_chunks: Sequence[Range], k_chunks: Sequence[Range], documents: Sequence[Range], causal: bool, window: int | None
 ) -> tuple[Block, ...]:
     """Blocks that cover each visible (query, key) pair of two groups exactly once.
 

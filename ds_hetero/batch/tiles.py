@@ -35,10 +35,7 @@ class Band(NamedTuple):
     def bounds(self, num_queries: int, num_keys: int) -> tuple[int, int]:
         """(lo, hi) with None replaced by, and everything clipped to, the outermost diagonals of the block."""
         first, last = 1 - num_queries, num_keys - 1
-        return (
-            first if self.lo is None else max(self.lo, first),
-            last if self.hi is None else min(self.hi, last),
-        )
+        return (first if self.lo is None else max(self.lo, first), last if self.hi is None else min(self.hi, last))
 
     def window(self, num_queries: int, num_keys: int) -> tuple[int, int]:
         """(left, right) as flash-attention counts them: from the diagonal that ends in the last corner.
@@ -48,10 +45,7 @@ class Band(NamedTuple):
         """
         lo, hi = self.bounds(num_queries, num_keys)
         corner = num_keys - num_queries
-        return (
-            -1 if lo == 1 - num_queries else corner - lo,
-            -1 if hi == num_keys - 1 else hi - corner,
-        )
+        return (-1 if lo == 1 - num_queries else corner - lo, -1 if hi == num_keys - 1 else hi - corner)
 
     def pairs(self, num_queries: int, num_keys: int) -> int:
         """Pairs of query and key that see each other."""

@@ -139,11 +139,7 @@ _OF_CLUSTERS = ("cluster", "gpus", "network", "nics", "host_memory", "price", "s
 
 
 def scenario_options(
-    cluster: Callable[..., Any] | None = None,
-    *,
-    batch: bool = True,
-    memory: bool = True,
-    cost_model: bool = True,
+    cluster: Callable[..., Any] | None = None, *, batch: bool = True, memory: bool = True, cost_model: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add the options that describe a scenario; the command gets it, read and checked, as ``scenario``.
 

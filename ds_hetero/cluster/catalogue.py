@@ -181,11 +181,7 @@ _CDNA3 = _kind(304, 0.50, 0.60, CDNA3, _BEST)
 _OTHER = _kind(64, 0.50, 0.60, OTHER, _ASSUMED)  # nothing of this project has run there
 _CPU = CardKind(Efficiency(), {}, "none: run ds-hetero profile")
 
-MEASURED_ERROR = {
-    "A100-SXM-80GB": 0.15,
-    "A100-SXM-40GB": 0.15,
-    "H100-SXM-80GB": 0.15,
-}
+MEASURED_ERROR = {"A100-SXM-80GB": 0.15, "A100-SXM-40GB": 0.15, "H100-SXM-80GB": 0.15}
 """Cards whose steps were measured, with an error that 8 of 10 steps stay below; `benchmarks.real_cards` counts them."""
 
 FEW_ERROR = 0.30

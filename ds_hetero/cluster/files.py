@@ -135,10 +135,7 @@ def cluster_from_dict(data: JsonObject) -> Cluster:
     if isinstance(data, Mapping):  # of a profile only the profiler reads the timings
         check_content({key: value for key, value in data.items() if key != "profile"}, "cluster", ClusterError)
     expect_keys(
-        "cluster",
-        data,
-        required={"nodes"},
-        allowed={"nodes", "network", "links", "devices", "description", "profile"},
+        "cluster", data, required={"nodes"}, allowed={"nodes", "network", "links", "devices", "description", "profile"}
     )
     catalogue = _devices(data.get("devices") or {})
     entries = data["nodes"]

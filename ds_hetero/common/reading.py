@@ -106,12 +106,7 @@ def shortened(value: Any) -> str:
 
 
 def read_file(
-    path: str | Path,
-    what: str,
-    error: type[HeteroError],
-    *,
-    yaml: bool | None = None,
-    max_bytes: int = MAX_BYTES,
+    path: str | Path, what: str, error: type[HeteroError], *, yaml: bool | None = None, max_bytes: int = MAX_BYTES
 ) -> Any:
     """Read a JSON or YAML file.
 

@@ -22,14 +22,7 @@ from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import GIB
 from ds_hetero.cost.terms.grouping import Grouping
-from ds_hetero.cost.terms.memory import (
-    HOST_SHARE,
-    MemoryParts,
-    Moments,
-    host_bytes_of_nodes,
-    peak_bytes,
-    peak_parts,
-)
+from ds_hetero.cost.terms.memory import HOST_SHARE, MemoryParts, Moments, host_bytes_of_nodes, peak_bytes, peak_parts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec

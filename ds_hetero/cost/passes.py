@@ -18,13 +18,7 @@ from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.flops import AchievedRates
 from ds_hetero.cost.terms.grouping import Grouping, kv_heads_of_ranks
 from ds_hetero.cost.terms.layer_memory import restored_bytes
-from ds_hetero.cost.terms.times import (
-    RingCoefficients,
-    checkpoint_copy_s_D,
-    exchange_s,
-    host_share,
-    ring_transfers_s,
-)
+from ds_hetero.cost.terms.times import RingCoefficients, checkpoint_copy_s_D, exchange_s, host_share, ring_transfers_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 

@@ -339,13 +339,7 @@ class _Player:
             self._end(rank, call, ready_s)
 
     def _meet(
-        self,
-        rank: int,
-        call: PostedCall,
-        ends: tuple[int, int] | None,
-        ready_s: float,
-        size: int,
-        num_bytes: int = 0,
+        self, rank: int, call: PostedCall, ends: tuple[int, int] | None, ready_s: float, size: int, num_bytes: int = 0
     ) -> None:
         counts, key = self._ranks[rank].num_calls, (call.communicator, ends)
         meeting = _Meeting(*key, counts[key])

@@ -115,10 +115,7 @@ def global_batch_of(training: TrainingFacts, plan: Plan | None = None) -> int:
             f'"gradient_accumulation_steps" is {training.accumulation_steps}; with pipelines it is 1, since the engine '
             "is given the batch of a whole optimizer step, and the plan says how many micro-batches that is."
         )
-    given = {
-        "train_batch_size": training.train_batch_size,
-        "train_micro_batch_size_per_gpu": training.micro_batch_size,
-    }
+    given = {"train_batch_size": training.train_batch_size, "train_micro_batch_size_per_gpu": training.micro_batch_size}
     known = {key: value for key, value in given.items() if value is not None}
     if plan is not None:
         assert plan.batch_split is not None

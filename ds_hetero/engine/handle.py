@@ -194,11 +194,7 @@ class Handle:
         return self._choose("loss").loss(outputs, batch, num_items)
 
     def mean(
-        self,
-        values: Tensor,
-        batch: Batch,
-        where: Tensor | None = None,
-        num_items: Tensor | float | None = None,
+        self, values: Tensor, batch: Batch, where: Tensor | None = None, num_items: Tensor | float | None = None
     ) -> Tensor:
         """The mean of a quantity of the script's own over the whole batch, as a term to add to `loss`.
 

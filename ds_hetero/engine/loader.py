@@ -243,9 +243,7 @@ class ElasticLoader:
 
 # DeepSpeedDataLoader and DeepSpeedDataSampler
 _DEEPSPEED = LoaderNames(
-    wrapped=("data_sampler",),
-    shards=(("data_parallel_size", "data_parallel_rank"),),
-    with_epoch=("data_sampler",),
+    wrapped=("data_sampler",), shards=(("data_parallel_size", "data_parallel_rank"),), with_epoch=("data_sampler",)
 )
 
 # BatchSamplerShard and IterableDatasetShard, which DataLoaderShard puts into every loader of more than one process. It

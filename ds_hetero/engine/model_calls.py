@@ -144,11 +144,7 @@ def _items_of_step(batch: Batch) -> int:
 
 
 def token_mean(
-    values: Tensor,
-    batch: Batch,
-    where: Tensor | None,
-    replica: Replica | None,
-    num_items: Tensor | float | None,
+    values: Tensor, batch: Batch, where: Tensor | None, replica: Replica | None, num_items: Tensor | float | None
 ) -> Tensor:
     """The mean of ``values`` over the tokens of the whole batch, with a gradient of the scale that the engine averages.
 

@@ -23,14 +23,7 @@ from ds_hetero.engine.patching import Patches
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.job.capabilities import requested_kernel
 from ds_hetero.job.documents import CostRenewal, DocumentAdvice, DocumentZones, agree_on_placer
-from ds_hetero.job.monitor import (
-    DocumentObserver,
-    EventWriter,
-    Observers,
-    PredictionCheck,
-    StepMonitor,
-    steps_between,
-)
+from ds_hetero.job.monitor import DocumentObserver, EventWriter, Observers, PredictionCheck, StepMonitor, steps_between
 from ds_hetero.job.replanning import PlanSearch, Replanning, ScheduleSearch, has_schedules_to_change
 from ds_hetero.job.run_record import RunRecord
 from ds_hetero.job.searches import BatchSearch, LayerSearch

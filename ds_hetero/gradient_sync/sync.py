@@ -222,12 +222,7 @@ class AsymmetricGradientSync:
 
     # --- set-up -------------------------------------------------------------------------------------
 
-    def _own(
-        self,
-        chunks: Collection[Chunk],
-        names: Collection[str],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> None:
+    def _own(self, chunks: Collection[Chunk], names: Collection[str], dtypes: Mapping[str, torch.dtype]) -> None:
         """Make what this rank owns; its chunks of a parameter lie end to end."""
         self._extents: dict[Chunk, slice] = {}
         sizes: dict[str, int] = {}

@@ -101,10 +101,7 @@ def speeds_of(measured: MeasuredPipeline, layers: Sequence[int], growth: Sequenc
         )
     ]
     return PipelineSpeeds(
-        stages=tuple(stages),
-        hop_s=measured.hop_s,
-        micro_batches=measured.micro_batches,
-        in_flight=measured.in_flight,
+        stages=tuple(stages), hop_s=measured.hop_s, micro_batches=measured.micro_batches, in_flight=measured.in_flight
     )
 
 

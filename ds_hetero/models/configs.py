@@ -33,11 +33,7 @@ from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.models.shapes import ModelSpec, RecurrentLayers
 
 _TUNED = re.compile(r"(-(instruct|chat|hf|it|base|thinking|2507|bnb-4bit|unsloth))+$")
-_SAME_SHAPES = {
-    "llama-3-8b": "llama-3.1-8b",
-    "llama-3-70b": "llama-3.1-70b",
-    "llama-3.3-70b": "llama-3.1-70b",
-}
+_SAME_SHAPES = {"llama-3-8b": "llama-3.1-8b", "llama-3-70b": "llama-3.1-70b", "llama-3.3-70b": "llama-3.1-70b"}
 
 
 def load_model(source: str | Path | JsonObject) -> ModelSpec:

@@ -9,12 +9,4 @@ from ds_hetero.planner.planning import plan, strategy
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.values.baselines import STRATEGIES
 
-__all__ = [
-    "STRATEGIES",
-    "PlannedSchedule",
-    "Rejected",
-    "make_problem",
-    "plan",
-    "schedule_of",
-    "strategy",
-]
+__all__ = ["STRATEGIES", "PlannedSchedule", "Rejected", "make_problem", "plan", "schedule_of", "strategy"]

@@ -290,11 +290,7 @@ def _predicted_causes(cost: CostModel, schedule: Schedule, prediction: Predictio
 
 
 def _timeline(
-    page: Page,
-    label: str,
-    ranks: Sequence[RankRow],
-    both: Mapping[str, Sequence[Sequence[Bar]]],
-    kinds: Sequence[str],
+    page: Page, label: str, ranks: Sequence[RankRow], both: Mapping[str, Sequence[Sequence[Bar]]], kinds: Sequence[str]
 ) -> Markup:
     names: list[str] = []
     bars: list[list[float]] = []

@@ -31,12 +31,7 @@ from ds_hetero.planner.pipelines.explain import shape_text
 @click.option("--out", type=FILE, help="New plan file to write, .json.")
 @AS_JSON
 def replan(
-    scenario: Scenario,
-    plan: Path,
-    added: str | None,
-    out: Path | None,
-    as_json: bool,
-    **of_lost: Sequence[Any],
+    scenario: Scenario, plan: Path, added: str | None, out: Path | None, as_json: bool, **of_lost: Sequence[Any]
 ) -> None:
     """Plan pipelines again after devices are lost or added, and say what must move."""
     check_out(out, endings=(".json",))

@@ -10,14 +10,7 @@ import click
 
 from ds_hetero.cli.options import AS_JSON, FILE
 from ds_hetero.cli.printing import print_json
-from ds_hetero.reporting.measured_row import (
-    ATTENTION,
-    COLUMNS,
-    OPTIMIZERS,
-    measured_row,
-    read_report,
-    selftest_rows,
-)
+from ds_hetero.reporting.measured_row import ATTENTION, COLUMNS, OPTIMIZERS, measured_row, read_report, selftest_rows
 from ds_hetero.reporting.run_file import read_run
 
 

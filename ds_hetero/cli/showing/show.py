@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ds_hetero.cli.options import AS_JSON, FILE, PLAN_FILE, SEED
-from ds_hetero.cli.printing import (
-    PICTURES,
-    check_out,
-    print_json,
-    print_table,
-    print_written,
-    rank_ranges,
-    write_plan,
-)
+from ds_hetero.cli.printing import PICTURES, check_out, print_json, print_table, print_written, rank_ranges, write_plan
 from ds_hetero.cli.scenario import Scenario, judge_plan_file, read_schedule, scenario_options
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import GB, time_text
@@ -45,12 +37,7 @@ MAX_ROWS = 64  # of a table; more ranks or lanes are counted
 @SEED
 @AS_JSON
 def show(
-    scenario: Scenario,
-    out: Path | None,
-    schedule: str,
-    plan: Path | None,
-    as_json: bool,
-    **of_batch: Any,
+    scenario: Scenario, out: Path | None, schedule: str, plan: Path | None, as_json: bool, **of_batch: Any
 ) -> None:
     """Draw a schedule or a plan of pipelines with its timeline, or show where the documents of a batch lie."""
     if of_batch["documents"] is not None or of_batch["sample"] is not None:

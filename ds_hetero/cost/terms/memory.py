@@ -232,10 +232,7 @@ def memory_moments(standing: StandingMemory, grouping: Grouping, tokens_D: Float
         bucket=standing.bucket,
     )
     backward = backward_moments(
-        working,
-        layer,
-        logit_bytes(model, workload, tokens_D),
-        checkpointed=workload.activation_checkpointing,
+        working, layer, logit_bytes(model, workload, tokens_D), checkpointed=workload.activation_checkpointing
     )
     stage = workload.zero_stage
     return {

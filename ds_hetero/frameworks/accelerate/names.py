@@ -17,8 +17,5 @@ PRIVATE_NAMES = (
 )
 """``module:attribute`` or ``module:Class.attribute``; checked when this engine is registered."""
 
-ATTRIBUTES = (
-    "accelerate.accelerator:Accelerator._custom_objects",
-    "accelerate.accelerator:Accelerator._schedulers",
-)
+ATTRIBUTES = ("accelerate.accelerator:Accelerator._custom_objects", "accelerate.accelerator:Accelerator._schedulers")
 """Private attributes that objects get while the program runs, and the source that sets them; checked in the tests."""

@@ -218,11 +218,7 @@ def record_step(hooked: SplitEngine, step: Function, *args: object, **kwargs: ob
 
 
 def scale_loss(
-    hooked: SplitEngine,
-    backward: Function,
-    loss: Tensor,
-    retain_graph: bool = False,
-    scale_wrt_gas: bool = True,
+    hooked: SplitEngine, backward: Function, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
 ) -> object:
     """Bring a loss of any convention to the scale that the engine's average needs."""
     accumulation_steps = hooked.engine.gradient_accumulation_steps()

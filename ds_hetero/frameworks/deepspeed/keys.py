@@ -65,9 +65,7 @@ KEYS: Mapping[str, Key] = {
     "train_micro_batch_size_per_gpu": _exact("samples of a micro-batch of one replica"),
     "gradient_accumulation_steps": _exact("of one replica"),
     "managed_gradient_accumulation": Key(
-        kind="refused",
-        why="the engine counts the micro-batches of a step; leave it out, or set it to true",
-        off=_ON,
+        kind="refused", why="the engine counts the micro-batches of a step; leave it out, or set it to true", off=_ON
     ),
     "gradient_clipping": _exact("by the norm of one process"),
     "gradient_allreduce_op": _refused(
@@ -90,10 +88,7 @@ KEYS: Mapping[str, Key] = {
         kind="refused",
         why="an optimizer that nobody has held to one process here; make it in the script if you have tried it, or use "
         "one of Adam, AdamW, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam, Adadelta, Rprop",
-        off=(
-            *_OFF,
-            *("adam", "adamw", "sgd", "adagrad", "rmsprop", "adamax", "nadam", "radam", "adadelta", "rprop"),
-        ),
+        off=(*_OFF, *("adam", "adamw", "sgd", "adagrad", "rmsprop", "adamax", "nadam", "radam", "adadelta", "rprop")),
     ),
     "optimizer.params.*": _exact("the optimizer's own"),
     "optimizer.legacy_fusion": _exact("of DeepSpeed's fused fp16 optimizer"),

@@ -29,11 +29,7 @@ class StepOutcome:
 
 
 def train_one_step(
-    handle: Handle,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Mapping[str, Tensor],
-    ds_config: DsConfig,
+    handle: Handle, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor], ds_config: DsConfig
 ) -> StepOutcome:
     """Train on one batch, which all ranks are given whole.
 

@@ -13,10 +13,7 @@ SHORTER_OUTPUTS = ("FusedCausalLMOutput",)
 OF_COMPLETIONS = ("gather", "gather_object", "set_seed", "unwrap_model_for_generation")
 """Names in the modules of trainers that generate."""
 
-PRIVATE_NAMES = (
-    "trl.trainer.utils:add_fused_lm_head",
-    *(f"trl.trainer.utils:{name}" for name in SHORTER_OUTPUTS),
-)
+PRIVATE_NAMES = ("trl.trainer.utils:add_fused_lm_head", *(f"trl.trainer.utils:{name}" for name in SHORTER_OUTPUTS))
 ATTRIBUTES = (
     "trl.trainer.grpo_trainer:GRPOTrainer._is_vlm",
     "trl.trainer.rloo_trainer:RLOOTrainer._is_vlm",

@@ -112,11 +112,7 @@ def memory_bytes(costs: StageCosts, finished: Finished) -> list[list[tuple[float
             [
                 tuple(
                     part.memory_bytes(
-                        layers,
-                        j == 0,
-                        j == last,
-                        costs.kept_in_flight(in_flight[j]),
-                        placed.micro_batches,
+                        layers, j == 0, j == last, costs.kept_in_flight(in_flight[j]), placed.micro_batches
                     )
                     + next(on_top)
                     for part in option.parts
@@ -159,9 +155,7 @@ def to_plan(costs: StageCosts, finished: Finished) -> Plan:
         ]
         pipelines.append(
             Pipeline(
-                stages=tuple(stages),
-                micro_batch_size=pipeline.micro_batch_size,
-                micro_batches=pipeline.micro_batches,
+                stages=tuple(stages), micro_batch_size=pipeline.micro_batch_size, micro_batches=pipeline.micro_batches
             )
         )
     return Plan(

@@ -50,13 +50,7 @@ class AttentionSpec:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    replica: Replica,
-    batch: BatchLayout,
-    spec: AttentionSpec,
-    clock: Clock = UNTIMED,
+    q: Tensor, k: Tensor, v: Tensor, replica: Replica, batch: BatchLayout, spec: AttentionSpec, clock: Clock = UNTIMED
 ) -> Tensor:
     """Attention of this rank's tokens to the whole sequence.
 

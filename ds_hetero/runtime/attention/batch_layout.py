@@ -82,10 +82,7 @@ class BatchLayout:
 
 
 def agree_on_batch(
-    replica: Replica,
-    local: LocalBatch,
-    earlier: Sequence[Schedule] = (),
-    recent: Sequence[KnownPlacement] = (),
+    replica: Replica, local: LocalBatch, earlier: Sequence[Schedule] = (), recent: Sequence[KnownPlacement] = ()
 ) -> BatchLayout:
     """Exchange what the ranks see of the batch and derive the layout that all of them share.
 

@@ -62,12 +62,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, context: RingContext) -> tuple
 
 
 def ring_backward(
-    dout: Tensor,
-    saved: SavedForward,
-    kept: Sequence[list[Tensor]],
-    context: RingContext,
-    *,
-    in_reverse: bool = False,
+    dout: Tensor, saved: SavedForward, kept: Sequence[list[Tensor]], context: RingContext, *, in_reverse: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv) of `ring_forward`, shaped like q, k, v; in fp32 where they are sums of several parts.
 

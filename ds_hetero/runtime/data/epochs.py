@@ -101,13 +101,7 @@ class Epochs:
         start = self._start if amid_epoch else None
         return {**(start or {**self._own_states(), "process": {}}), "checksum": checksum}
 
-    def resume(
-        self,
-        state: Batch,
-        num_dropped: int,
-        num_again: int,
-        generators: Batch | None = None,
-    ) -> None:
+    def resume(self, state: Batch, num_dropped: int, num_again: int, generators: Batch | None = None) -> None:
         """Begin the next epoch with ``state``.
 
         Args:

@@ -106,12 +106,7 @@ class PipelineRunner(Generic[B]):
     """
 
     def __init__(
-        self,
-        neighbours: Neighbours,
-        compute: StageCompute[B],
-        width: int,
-        dtype: torch.dtype,
-        clock: Clock = UNTIMED,
+        self, neighbours: Neighbours, compute: StageCompute[B], width: int, dtype: torch.dtype, clock: Clock = UNTIMED
     ) -> None:
         self._neighbours, self._compute = neighbours, compute
         self._width, self._dtype, self._clock = width, dtype, clock

@@ -322,13 +322,7 @@ class _PassStates(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        chains: Chains,
-        trade: HeadTrade,
-        clock: Clock,
-        size: tuple[int, ...],
-        out: Tensor,
-        *own: Tensor,
+        ctx: Any, chains: Chains, trade: HeadTrade, clock: Clock, size: tuple[int, ...], out: Tensor, *own: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.chains, ctx.trade, ctx.clock, ctx.size = chains, trade, clock, size
         ctx.set_materialize_grads(False)

@@ -27,10 +27,7 @@ class BatchSplit:
                 f"micro_batch_sizes {self.micro_batch_sizes} and micro_batches {self.micro_batches} need one entry per "
                 "replica."
             )
-        for name, values in (
-            ("micro_batch_size", self.micro_batch_sizes),
-            ("micro_batches", self.micro_batches),
-        ):
+        for name, values in (("micro_batch_size", self.micro_batch_sizes), ("micro_batches", self.micro_batches)):
             for i, value in enumerate(values):
                 expect_whole_number(f"replicas[{i}].{name}", value, 1, MAX_BATCH, ScheduleError)
 

@@ -331,11 +331,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _tensor(
-    name: str,
-    shape: Sequence[int],
-    parts: Sequence[Content],
-    frozen: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
+    name: str, shape: Sequence[int], parts: Sequence[Content], frozen: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> Tensor:
     if name in frozen:
         whole = frozen[name]

@@ -36,12 +36,7 @@ from ds_hetero.frameworks.deepspeed.hooks import HookedEngine
 from ds_hetero.frameworks.deepspeed.installer import Installer
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
-from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import (
-    LoneRank,
-    LoneWorker,
-    clipping_of,
-    lone_configuration,
-)
+from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import LoneRank, LoneWorker, clipping_of, lone_configuration
 from ds_hetero.frameworks.deepspeed.pipeline.optimizer import (
     Groups,
     PipelineOptimizer,

@@ -151,11 +151,7 @@ def _partitioned(group: RestoredGroup) -> dict[str, Tensor]:
 
 
 def _saved_groups(
-    content: Content,
-    num_shards: int,
-    names: Sequence[Sequence[str]],
-    layouts: Sequence[FlatGroup],
-    round_robin: bool,
+    content: Content, num_shards: int, names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup], round_robin: bool
 ) -> list[SavedGroup]:
     state = content[OPTIMIZER_STATE_DICT]
     if not isinstance(state[BASE_OPTIMIZER_STATE], Mapping):
@@ -177,11 +173,7 @@ def _saved_groups(
 
 
 def _stock_groups(
-    content: Content,
-    num_shards: int,
-    names: Sequence[Sequence[str]],
-    layouts: Sequence[FlatGroup],
-    round_robin: bool,
+    content: Content, num_shards: int, names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup], round_robin: bool
 ) -> list[SavedGroup]:
     """Read the equal parts of stock DeepSpeed; a shard names its own parameters only, sums are compared for others."""
     state = content[OPTIMIZER_STATE_DICT]

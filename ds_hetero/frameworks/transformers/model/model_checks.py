@@ -328,8 +328,7 @@ _PROMPT = _refused("it puts virtual tokens before the sequence")
 
 ADAPTERS: Mapping[str, NameRow] = {
     "ADALORA": NameRow(
-        kind="exact",
-        why="with a fixed budget; update_and_allocate reads whole gradients, which ZeRO does not keep",
+        kind="exact", why="with a fixed budget; update_and_allocate reads whole gradients, which ZeRO does not keep"
     ),
     "ADAMSS": _refused("nobody has tried it here: it needs scikit-learn"),
     "ADAPTION_PROMPT": _refused("its layers attend to a prompt of their own, past the attention of transformers"),

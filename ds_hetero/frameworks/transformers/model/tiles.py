@@ -63,11 +63,7 @@ class Tiles:
         return self.sums(run, made, batch, lambda logits, labels: (cross_entropy_sum(logits, labels),))[0]
 
     def sums(
-        self,
-        run: Function,
-        made: ModelOutput,
-        batch: Batch,
-        of_logits: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+        self, run: Function, made: ModelOutput, batch: Batch, of_logits: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         """Results of a function of the logits of a tile, added up over the tiles.
 
