@@ -65,7 +65,6 @@ class DeviceSpec:
         peak_flops_per_s: dense bf16 rate of the datasheet, without sparsity; HexiSeq's c_d (arXiv:2605.07569, table 1).
         error: half of the range, as a share, in which a predicted step lies in 8 of 10 cases: of measurements of this
             card, or of cards like it; see ``measured``.
-        shares_host_memory: the memory is the machine's own, so that what is offloaded stays in it.
         attention_s: measured seconds of causal attention on this device alone, ``(tokens, seconds)`` by ascending
             tokens, the table of the hetero-ring paper; empty if it was not measured.
     """
@@ -83,7 +82,7 @@ class DeviceSpec:
     efficiency: Efficiency = field(default_factory=Efficiency)  # achieved shares of the peaks
     watts: float | None = None  # power under load; None if not known
     idle_watts: float | None = None  # power while it waits; None for a quarter of ``watts``
-    shares_host_memory: bool = False
+    shares_host_memory: bool = False  # the memory is the machine's own, so that what is offloaded stays in it
     price_per_hour: float | None = None  # money for one hour, in any one currency; None if not known
     attention_s: tuple[tuple[int, float], ...] = ()
 
@@ -126,7 +125,6 @@ class Node:
             not disturb each other (NVSwitch).
         host_memory_bytes: memory of the machine itself, where offloads of devices with a memory of their own go; None
             where nobody says it.
-        group: name of the entry in the cluster file, the same for all copies made by ``repeat``.
     """
 
     name: str
@@ -135,7 +133,7 @@ class Node:
     nic_bytes_per_s: float | None = None
     switch_bytes_per_s: float | None = None
     host_memory_bytes: float | None = None
-    group: str = ""
+    group: str = ""  # name of the entry in the cluster file, the same for all copies made by ``repeat``
 
 
 @dataclass(frozen=True, kw_only=True)

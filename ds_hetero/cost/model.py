@@ -135,27 +135,17 @@ class CostModel(ABC):
     Whatever does not depend on the schedule is computed when it is made; whatever depends only on who is grouped with
     whom is in `Grouping`. Methods take tokens and heads **indexed by rank**: tokens may be fractions, heads are whole
     and sum to ``num_heads`` in every group.
-
-    Attributes:
-        attention_s_D: seconds per query token x key token x head, forward and backward, at an even share.
-        non_attention_s_per_token_D: forward and backward of one block outside attention, at an even share.
-        least_attention_s_D: the same as ``attention_s_D`` for shapes without limit; no share is done faster.
-        least_non_attention_s_per_token_D: the same for the work outside attention.
-        capacity_bytes_D: memory that a schedule may use.
-        bound_s: time of one block at perfect balance with free communication.
-        floor_s: time of one block that no schedule can undercut, set by ZeRO's traffic.
-        loss_s_per_token_D: embedding's and head's share of a micro-batch, outside the blocks.
     """
 
     name: str
-    attention_s_D: Floats
-    non_attention_s_per_token_D: Floats
-    least_attention_s_D: Floats
-    least_non_attention_s_per_token_D: Floats
-    capacity_bytes_D: Floats
-    bound_s: float
-    floor_s: float
-    loss_s_per_token_D: Floats
+    attention_s_D: Floats  # seconds per query token x key token x head, forward and backward, at an even share
+    non_attention_s_per_token_D: Floats  # forward and backward of one block outside attention, at an even share
+    least_attention_s_D: Floats  # the same as ``attention_s_D`` for shapes without limit; no share is done faster
+    least_non_attention_s_per_token_D: Floats  # the same for the work outside attention
+    capacity_bytes_D: Floats  # memory that a schedule may use
+    bound_s: float  # time of one block at perfect balance with free communication
+    floor_s: float  # time of one block that no schedule can undercut, set by ZeRO's traffic
+    loss_s_per_token_D: Floats  # embedding's and head's share of a micro-batch, outside the blocks
 
     def __init__(self, cluster: Cluster, model: ModelSpec, workload: Workload) -> None:
         self.cluster = cluster

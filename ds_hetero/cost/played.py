@@ -39,29 +39,17 @@ LAUNCHES_OF_A_LAYER = 36  # forward, of transformers' Llama in eager mode: pytho
 
 
 class Operation(NamedTuple):
-    """One launch.
+    """One launch."""
 
-    Args:
-        name: of the operator.
-        cause: phase or module that launches it.
-        backward: in the backward, recomputation included.
-        kind: one of this module's.
-        flops: of products and attention; else 0.
-        num_bytes: read and written.
-        rows: tokens of a product, or query rows (tokens x heads) of attention.
-        keys: of attention; else 0.
-        head_dim: of attention; else 0.
-    """
-
-    name: str
-    cause: str
-    backward: bool
-    kind: str
-    flops: int
-    num_bytes: int
-    rows: int = 0
-    keys: int = 0
-    head_dim: int = 0
+    name: str  # of the operator
+    cause: str  # phase or module that launches it
+    backward: bool  # in the backward, recomputation included
+    kind: str  # one of this module's
+    flops: int  # of products and attention; else 0
+    num_bytes: int  # read and written
+    rows: int = 0  # tokens of a product, or query rows (tokens x heads) of attention
+    keys: int = 0  # of attention; else 0
+    head_dim: int = 0  # of attention; else 0
 
 
 class PostedMessage(NamedTuple):
@@ -73,25 +61,15 @@ class PostedMessage(NamedTuple):
 
 
 class PostedCall(NamedTuple):
-    """A collective, or messages that are posted together.
+    """A collective, or messages that are posted together."""
 
-    Args:
-        number: by which the rank waits for it.
-        name: of the collective; empty for messages.
-        communicator: its calls follow one another.
-        ranks: of the job, in the order of the group.
-        num_bytes: of the whole tensor of a collective.
-        sent_bytes: to every rank of the group, of an all-to-all.
-        messages: posted together.
-    """
-
-    number: int
-    name: str
-    communicator: str
-    ranks: tuple[int, ...]
-    num_bytes: int = 0
-    sent_bytes: tuple[int, ...] = ()
-    messages: tuple[PostedMessage, ...] = ()
+    number: int  # by which the rank waits for it
+    name: str  # of the collective; empty for messages
+    communicator: str  # its calls follow one another
+    ranks: tuple[int, ...]  # of the job, in the order of the group
+    num_bytes: int = 0  # of the whole tensor of a collective
+    sent_bytes: tuple[int, ...] = ()  # to every rank of the group, of an all-to-all
+    messages: tuple[PostedMessage, ...] = ()  # posted together
 
 
 class Wait(NamedTuple):
@@ -219,18 +197,16 @@ class _Rank:
     """Where a rank is.
 
     Attributes:
-        next: its next event.
         host_s, device_s: until when both have work.
-        ends: of calls, by number.
         posted: calls that have not ended, with when the rank was ready for them, by communicator.
         num_calls: opened so far, by communicator and, of messages, sender and receiver.
         left: messages of an open call that have not ended, and the end of those that have.
     """
 
-    next: int = 0
+    next: int = 0  # its next event
     host_s: float = 0.0
     device_s: float = 0.0
-    ends: dict[int, float] = field(default_factory=dict)
+    ends: dict[int, float] = field(default_factory=dict)  # of calls, by number
     posted: defaultdict[str, deque[tuple[PostedCall, float]]] = field(default_factory=lambda: defaultdict(deque))
     num_calls: Counter[tuple[str, tuple[int, int] | None]] = field(default_factory=Counter)
     left: dict[int, tuple[int, float]] = field(default_factory=dict)

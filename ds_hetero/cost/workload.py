@@ -57,7 +57,6 @@ class Workload:
             are trained (``adapter_rank`` 0).
         optimizer_bytes: bytes of optimizer state, likewise; 12 are a master weight and two Adam moments in fp32.
         offload_parameters: the parameters are in the host's memory, and come over the card's slot in every pass.
-        zero_within: every node of the cluster owns all model states (``"zero_within": "node"``).
         zero_cluster: the devices of all these replicas, over whose links ZeRO communicates; None for this replica's.
 
     Raises:
@@ -88,7 +87,7 @@ class Workload:
     selective_checkpointing: bool = False  # in the place of whole layers, norms and activations are computed again
     buffers: Buffers = Buffers()  # DeepSpeed's
     data_parallel: int = 1  # replicas that share the ZeRO partition with this one
-    zero_within: bool = False
+    zero_within: bool = False  # every node of the cluster owns all model states (``"zero_within": "node"``)
     zero_cluster: Cluster | None = None
 
     def __post_init__(self) -> None:

@@ -35,17 +35,14 @@ class ResultsOfTokens(Protocol):
     """Results of a whole batch, the same on every rank of the replica, with gradients for the engine's backward.
 
     Args:
-        loss: the mean of the token losses over the replica's labels; None without labels.
         log_probs: [B, L] of ``labels``: at i that of ``labels[:, i]``, given the tokens before it; 0 where the label is
             -100, and at the first position. Of masked-language models, given all tokens. None without labels.
-        hidden_state: [B, L, D] of the last layer, where asked for.
-        logits: [B, L, V], where asked for.
     """
 
-    loss: Tensor | None
+    loss: Tensor | None  # the mean of the token losses over the replica's labels; None without labels
     log_probs: Tensor | None
-    hidden_state: Tensor | None
-    logits: Tensor | None
+    hidden_state: Tensor | None  # [B, L, D] of the last layer, where asked for
+    logits: Tensor | None  # [B, L, V], where asked for
 
 
 class BatchChecks(Protocol):

@@ -54,24 +54,17 @@ class PreparedModel:
     """A model that this engine trains.
 
     Args:
-        model: switched to our attention, or run whole where every replica is one rank.
-        start: what the ranks agreed on for it.
-        prediction_check: compares its steps with the forecasts of ``start``.
-        monitor: observes its steps; None until its DeepSpeed engine has been built.
-        is_destroyed: its DeepSpeed engine is gone.
         zones: where the tokens of its documents lie; None where batches are cut by their length.
-        steps: batches and losses of the Trainer where ranks take different ones.
-        elastic: keeps the engine's state in memory; None in a job that is not elastic.
     """
 
-    model: SplitModel | WholeModel
-    start: JobStart
-    prediction_check: PredictionCheck
-    monitor: StepMonitor | None = None
-    is_destroyed: bool = False
+    model: SplitModel | WholeModel  # switched to our attention, or run whole where every replica is one rank
+    start: JobStart  # what the ranks agreed on for it
+    prediction_check: PredictionCheck  # compares its steps with the forecasts of ``start``
+    monitor: StepMonitor | None = None  # observes its steps; None until its DeepSpeed engine has been built
+    is_destroyed: bool = False  # its DeepSpeed engine is gone
     zones: DocumentZones | None = None
-    steps: object = None
-    elastic: ElasticState | None = None
+    steps: object = None  # batches and losses of the Trainer where ranks take different ones
+    elastic: ElasticState | None = None  # keeps the engine's state in memory; None in a job that is not elastic
 
 
 class _Living(Generic[T]):

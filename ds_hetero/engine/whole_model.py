@@ -48,11 +48,10 @@ class WholeModel:
         clock: times the phases of this model's steps.
         loss_convention: unit of a mean, see `ds_hetero.runtime.data.loss_units`, where replicas take different batches
             and it was declared or found; ``"items"`` for a loss that the Trainer divides by the labels of the step.
-        latest_positions: None, since no batch is cut.
     """
 
     kernel: str | None = None
-    latest_positions: None = None
+    latest_positions: None = None  # None, since no batch is cut
     places_documents = takes_shards = waits_in_forward = False
 
     def __init__(self, model: nn.Module, replica: Replica) -> None:

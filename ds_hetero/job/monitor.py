@@ -81,16 +81,13 @@ class Observers:
     """Who is given the observations of one model.
 
     Args:
-        replanning: changes the plan; None where the section does not ask for it.
         documents: what is observed of placed documents; None where batches are cut by their length.
-        stragglers: on rank 0, names slow ranks; None where the section does not ask for it.
-        record: on rank 0, writes ``run.json``; None where the section does not ask for it.
     """
 
-    replanning: Replanning | None = None
+    replanning: Replanning | None = None  # changes the plan; None where the section does not ask for it
     documents: DocumentObserver | None = None
-    stragglers: Stragglers | None = None
-    record: RunRecord | None = None
+    stragglers: Stragglers | None = None  # on rank 0, names slow ranks; None where the section does not ask for it
+    record: RunRecord | None = None  # on rank 0, writes ``run.json``; None where the section does not ask for it
 
 
 def steps_between(steps_per_print: float | None) -> int:
@@ -268,15 +265,10 @@ COMPARED_STEPS = 100  # the latest ones are compared
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One optimizer step.
+    """One optimizer step."""
 
-    Args:
-        seconds: since the one before.
-        batches: its micro-batches as (schedule, tokens of a sequence, sequences).
-    """
-
-    seconds: float
-    batches: tuple[tuple[Schedule, int, int], ...]
+    seconds: float  # since the one before
+    batches: tuple[tuple[Schedule, int, int], ...]  # its micro-batches as (schedule, tokens of a sequence, sequences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,17 +110,11 @@ _LOOKS_AT_START = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchChange:
-    """One change of the ranks' batches in a running job.
+    """One change of the ranks' batches in a running job."""
 
-    Args:
-        step: optimizer steps that this process has done before it.
-        batch: samples of every rank's micro-batch from now on.
-        gain: share of a step's time that the change was predicted to save.
-    """
-
-    step: int
-    batch: tuple[int, ...]
-    gain: float
+    step: int  # optimizer steps that this process has done before it
+    batch: tuple[int, ...]  # samples of every rank's micro-batch from now on
+    gain: float  # share of a step's time that the change was predicted to save
     event: ClassVar[str] = "the batches changed"
 
     def applied_to(self, plan: Plan) -> Plan:

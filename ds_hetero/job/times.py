@@ -100,16 +100,6 @@ class RankTimes:
     """Sums over ``steps`` steps of one rank, see `StepTimes`, and what a unit of its work costs it.
 
     Args:
-        length: median of the longest sequence of a step.
-        attention_s_per_flop: see `Observation`; 0 stands for None.
-        model_s_per_token: likewise.
-        error: see `Observation`.
-        growth: see `Observation`.
-        peak_flops_per_s: of the device, 0 where it is not known.
-        own_min_s: shortest computing time of the latest steps, at most `RECENT_STEPS`.
-        forward_s: of passes of pipelines, likewise those that follow.
-        backward_s: likewise.
-        hop_s: packing and sending, and waiting for what the neighbour had computed already.
         bubble_s: waiting for a neighbour that still computed, and for the slowest rank at the end of the passes.
     """
 
@@ -124,18 +114,18 @@ class RankTimes:
     attention_flops: float
     attention_backward_flops: float
     tokens: float
-    length: float
-    attention_s_per_flop: float
-    model_s_per_token: float
-    error: float
-    growth: float
-    peak_flops_per_s: float
-    own_min_s: float
+    length: float  # median of the longest sequence of a step
+    attention_s_per_flop: float  # see `Observation`; 0 stands for None
+    model_s_per_token: float  # likewise
+    error: float  # see `Observation`
+    growth: float  # see `Observation`
+    peak_flops_per_s: float  # of the device, 0 where it is not known
+    own_min_s: float  # shortest computing time of the latest steps, at most `RECENT_STEPS`
     own_median_s: float
     own_max_s: float
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    hop_s: float = 0.0
+    forward_s: float = 0.0  # of passes of pipelines, likewise those that follow
+    backward_s: float = 0.0  # likewise
+    hop_s: float = 0.0  # packing and sending, and waiting for what the neighbour had computed already
     bubble_s: float = 0.0
 
     @classmethod
@@ -233,20 +223,15 @@ class MeasuredPipeline:
 
     Args:
         forward_s: a stage and a micro-batch, until the stage is free again; of the stage's slowest rank.
-        backward_s: likewise.
-        layers_share: by stage, share of a forward that the stage's layers take.
-        hop_s: from the end of a pass to the arrival at the next stage, one direction.
-        in_flight: by stage.
-        passes_s: from the first pass to the end of the last one.
     """
 
     forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    layers_share: tuple[float, ...]
-    hop_s: tuple[float, ...]
+    backward_s: tuple[float, ...]  # likewise
+    layers_share: tuple[float, ...]  # by stage, share of a forward that the stage's layers take
+    hop_s: tuple[float, ...]  # from the end of a pass to the arrival at the next stage, one direction
     micro_batches: int
-    in_flight: tuple[int, ...]
-    passes_s: float
+    in_flight: tuple[int, ...]  # by stage
+    passes_s: float  # from the first pass to the end of the last one
 
     @property
     def predicted_s(self) -> float:

@@ -101,16 +101,11 @@ class _Layer:
 
 
 class AttentionProbe(Protocol):
-    """A kernel as the profiler times it: both methods do one pass over one block.
-
-    Attributes:
-        head_dim: D of the blocks that it is timed with.
-        softcap: bound of the scores, see `ds_hetero.runtime.attention.kernels.Scores`.
-    """
+    """A kernel as the profiler times it: both methods do one pass over one block."""
 
     name: str
-    head_dim: int
-    softcap: float | None
+    head_dim: int  # D of the blocks that it is timed with
+    softcap: float | None  # bound of the scores, see `ds_hetero.runtime.attention.kernels.Scores`
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Any:
         """Attention of q [B, H, Q, D] to k, v [B, G, K, D]; returns what `backward` needs."""

@@ -26,21 +26,13 @@ _HERE = 'here=$(cd "$(dirname "$0")" && pwd)'
 
 @dataclass(frozen=True, kw_only=True)
 class JobLaunch:
-    """A start of a job.
+    """A start of a job."""
 
-    Args:
-        hosts: names or addresses under which the hosts reach each other, in the order of the ranks.
-        slots: ranks of every host.
-        command: script and its arguments, as words of a shell; ``-m`` before it says that it is a module.
-        port: of the first host, where the ranks meet.
-        interface: network interface between the hosts; None lets NCCL and gloo choose.
-    """
-
-    hosts: tuple[str, ...]
-    slots: tuple[int, ...]
-    command: str = COMMAND
-    port: int = PORT
-    interface: str | None = None
+    hosts: tuple[str, ...]  # names or addresses under which the hosts reach each other, in the order of the ranks
+    slots: tuple[int, ...]  # ranks of every host
+    command: str = COMMAND  # script and its arguments, as words of a shell; ``-m`` before it says that it is a module
+    port: int = PORT  # of the first host, where the ranks meet
+    interface: str | None = None  # network interface between the hosts; None lets NCCL and gloo choose
 
     @classmethod
     def of(cls, nodes: Sequence[Node], *, hosts: Sequence[str] = (), **options: Any) -> JobLaunch:

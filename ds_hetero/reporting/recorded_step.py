@@ -24,21 +24,13 @@ _CALL, _WAIT, _SYNC = 0, 1, 2
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """One optimizer step of all ranks.
+    """One optimizer step of all ranks."""
 
-    Args:
-        name: of the job, for people.
-        model: its name.
-        cluster: the file or preset for which it was planned.
-        host_share: see `ds_hetero.cost.played.play`.
-        events: of every rank.
-    """
-
-    name: str
-    model: str
-    cluster: str
-    host_share: float = 1.0
-    events: tuple[tuple[Event, ...], ...] = field(repr=False)
+    name: str  # of the job, for people
+    model: str  # its name
+    cluster: str  # the file or preset for which it was planned
+    host_share: float = 1.0  # see `ds_hetero.cost.played.play`
+    events: tuple[tuple[Event, ...], ...] = field(repr=False)  # of every rank
 
     def to_dict(self) -> JsonDict:
         """Return the content of the file."""

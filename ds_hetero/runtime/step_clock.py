@@ -63,20 +63,15 @@ class PassTimes(NamedTuple):
     """One pass of one micro-batch; seconds since the step began on this rank.
 
     Args:
-        kind: `ds_hetero.values.plans.timetable.FORWARD` or ``BACKWARD``.
-        micro_batch: its number.
-        asked_s: the rank was ready for it.
-        end_s: it was computed; a backward of a replica, up to its last exchange.
-        sent_s: its result was on its way, and the rank was free.
         layers_s: seconds of a forward that the layers of a stage took, without what it does before and after them.
     """
 
-    kind: str
-    micro_batch: int
-    asked_s: float
+    kind: str  # `ds_hetero.values.plans.timetable.FORWARD` or ``BACKWARD``
+    micro_batch: int  # its number
+    asked_s: float  # the rank was ready for it
     begin_s: float
-    end_s: float
-    sent_s: float
+    end_s: float  # it was computed; a backward of a replica, up to its last exchange
+    sent_s: float  # its result was on its way, and the rank was free
     layers_s: float = 0.0
 
 
@@ -85,38 +80,26 @@ class StepTimes:
     """One optimizer step on one rank.
 
     Args:
-        number: of the step, since the clock was made; the same on every rank.
-        step_s: since the end of the step before.
-        joined_s: from the same moment, until all ranks had ended their passes; 0 where nobody waits for that.
-        attention_s: in the phases of kind `ATTENTION`.
-        all_to_all_s: in the phases of kind `ALL_TO_ALL`.
-        ring_wait_s: in the phases of kind `RING_WAIT`.
-        idle_s: in the phases of kind `IDLE`.
-        sync_s: in the phases of kind `SYNC`.
         model_s: of passes outside those phases: the rank's work that grows with its tokens. The rest of `step_s` is the
             optimizer, the loader, the host, and collectives that run on streams of their own.
         attention_flops: operations of this rank's attention per pair of query and key, head and element of a head: 4
             for each forward, 10 for the backward.
-        attention_backward_flops: the backward's part of them.
-        tokens: held by this rank, of all rows and micro-batches.
-        length: tokens of the longest sequence over all ranks.
-        passes: in the order in which they ran.
     """
 
-    number: int = 0
-    step_s: float
-    joined_s: float = 0.0
-    attention_s: float
-    all_to_all_s: float
-    ring_wait_s: float
-    idle_s: float
-    sync_s: float = 0.0
+    number: int = 0  # of the step, since the clock was made; the same on every rank
+    step_s: float  # since the end of the step before
+    joined_s: float = 0.0  # from the same moment, until all ranks had ended their passes; 0 where nobody waits for that
+    attention_s: float  # in the phases of kind `ATTENTION`
+    all_to_all_s: float  # in the phases of kind `ALL_TO_ALL`
+    ring_wait_s: float  # in the phases of kind `RING_WAIT`
+    idle_s: float  # in the phases of kind `IDLE`
+    sync_s: float = 0.0  # in the phases of kind `SYNC`
     model_s: float
     attention_flops: int
-    attention_backward_flops: int
-    tokens: int
-    length: int
-    passes: tuple[PassTimes, ...] = ()
+    attention_backward_flops: int  # the backward's part of them
+    tokens: int  # held by this rank, of all rows and micro-batches
+    length: int  # tokens of the longest sequence over all ranks
+    passes: tuple[PassTimes, ...] = ()  # in the order in which they ran
 
 
 @dataclass(frozen=True, slots=True)

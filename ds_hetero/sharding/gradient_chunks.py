@@ -32,8 +32,6 @@ class Cut:
 
     Args:
         holders: global ranks that hold part ``i``. Several ranks hold a copy each.
-        sizes: of the parts, in units of ``dim``; zero is legal.
-        dim: the dimension that is cut; None cuts the flat elements in row-major order.
         partial: gradients of copies are parts of a sum (a norm under Megatron's sequence parallelism, a KV head that
             several ranks share); otherwise they are equal, and each copy accounts for a slice.
 
@@ -43,8 +41,8 @@ class Cut:
     """
 
     holders: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
-    dim: int | None = None
+    sizes: tuple[int, ...]  # of the parts, in units of ``dim``; zero is legal
+    dim: int | None = None  # the dimension that is cut; None cuts the flat elements in row-major order
     partial: bool = False
 
     def __post_init__(self) -> None:
@@ -126,17 +124,14 @@ class Chunk:
     """Elements of a parameter that the same ranks sum, own and hold.
 
     Args:
-        boxes: disjoint; elements travel box after box, each in row-major order.
         contributors: ranks whose gradients are summed, by replica: one of each, or every copy where they are partial.
-        owner: the rank that keeps the sum and the optimizer state.
-        holders: ranks that want the updated values, by replica.
     """
 
     name: str
-    boxes: tuple[Box, ...]
+    boxes: tuple[Box, ...]  # disjoint; elements travel box after box, each in row-major order
     contributors: tuple[int, ...]
-    owner: int
-    holders: tuple[int, ...]
+    owner: int  # the rank that keeps the sum and the optimizer state
+    holders: tuple[int, ...]  # ranks that want the updated values, by replica
 
     @property
     def size(self) -> int:
@@ -337,17 +332,14 @@ class Bucket:
     """Chunks that travel together, in this order.
 
     Args:
-        contributors: ranks that contribute to the sums; on the way back, those that hold the values.
         members: contributors and owners, ascending: the communicator. Buckets with the same contributors have the same
             members.
-        dtypes: what the elements are while they travel and while they are kept, the same for all chunks.
-        chunks: in the order of their parameters.
     """
 
-    contributors: tuple[int, ...]
+    contributors: tuple[int, ...]  # ranks that contribute to the sums; on the way back, those that hold the values
     members: tuple[int, ...]
-    dtypes: Hashable
-    chunks: tuple[Chunk, ...]
+    dtypes: Hashable  # what the elements are while they travel and while they are kept, the same for all chunks
+    chunks: tuple[Chunk, ...]  # in the order of their parameters
 
     def owned(self, rank: int) -> tuple[Chunk, ...]:
         """Chunks that go to, or come from, ``rank`` as an owner, in the order in which they travel."""

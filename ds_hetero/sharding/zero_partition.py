@@ -110,13 +110,11 @@ class FlatGroup:
     Args:
         starts: of every parameter in the flat vector, in the order of the optimizer's group; `round_robin_order` and
             alignment let them differ from the running sum of ``sizes``.
-        sizes: elements of every parameter.
-        cut: of the flat vector, one part per rank.
     """
 
     starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    cut: Split
+    sizes: tuple[int, ...]  # elements of every parameter
+    cut: Split  # of the flat vector, one part per rank
 
     def fragments(self, part: int) -> tuple[Fragment, ...]:
         """Fragments of parameters in ``part``, in the order of its elements."""

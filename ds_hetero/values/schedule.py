@@ -41,17 +41,11 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Ranks that exchange by all-to-all: HexiSeq's G_k.
+    """Ranks that exchange by all-to-all: HexiSeq's G_k."""
 
-    Args:
-        ranks: global ranks; heads are cut in this order, tokens are laid out by ascending rank.
-        tokens: token weight of each rank, >= 0; only the ratio over the whole schedule matters.
-        heads: query heads of each rank after the all-to-all; zero is allowed.
-    """
-
-    ranks: tuple[int, ...]
-    tokens: tuple[float, ...]
-    heads: tuple[int, ...]
+    ranks: tuple[int, ...]  # global ranks; heads are cut in this order, tokens are laid out by ascending rank
+    tokens: tuple[float, ...]  # token weight of each rank, >= 0; only the ratio over the whole schedule matters
+    heads: tuple[int, ...]  # query heads of each rank after the all-to-all; zero is allowed
 
     @property
     def weight(self) -> float:
@@ -73,8 +67,6 @@ class Schedule:
     """Groups, ring order, tokens and heads of one sequence-parallel replica.
 
     Args:
-        num_heads: query heads of the model.
-        num_kv_heads: key/value heads; divides ``num_heads``.
         groups: the all-to-all groups; together they hold every rank ``first_rank .. first_rank + sp_size - 1`` once.
         ring: order in which KV travels, a permutation of the indices of ``groups``; left out, the order given.
         layout: which positions a group holds. ``"contiguous"``: one interval. ``"zigzag"``: a mirrored pair of
@@ -84,8 +76,8 @@ class Schedule:
         ScheduleError: anything above does not hold. The message names the field and its values.
     """
 
-    num_heads: int
-    num_kv_heads: int
+    num_heads: int  # query heads of the model
+    num_kv_heads: int  # key/value heads; divides ``num_heads``
     groups: tuple[Group, ...]
     ring: tuple[int, ...] = ()
     layout: str = "zigzag"

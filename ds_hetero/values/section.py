@@ -48,18 +48,16 @@ class ReplanSection(BaseModel):
     """``"replan"``: search again while training when the measured speeds have moved.
 
     Args:
-        enabled: off by default.
         interval_steps: optimizer steps between two observations of the speeds; a change takes two of them at least.
         min_gain: predicted gain of step time below which the schedule stays, as a share (0.05 is 5 %).
-        report_only: name ranks that stay behind and say what re-planning would gain, and change nothing.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    enabled: bool = False
+    enabled: bool = False  # off by default
     interval_steps: int = Field(default=5, ge=1, le=MAX_STEPS)
     min_gain: float = Field(default=0.05, ge=0, lt=1)
-    report_only: bool = False
+    report_only: bool = False  # name ranks that stay behind and say what re-planning would gain, and change nothing
 
     @model_validator(mode="after")
     def _either_reports_or_changes(self) -> ReplanSection:
@@ -75,7 +73,6 @@ class PlacementSection(BaseModel):
         mode: ``"stream"`` cuts every batch by its length alone, ``"documents"`` by the documents in it; left out, by
             these where that is predicted to save more than predictions err, see `ds_hetero.job.documents`.
         max_tokens: of a batch row that one all-to-all group may hold; left out, what memory is predicted to allow.
-        min_cut_tokens: shorter documents stay whole.
         planner: a published planner of documents in the place of ours; its mode is ``"documents"``.
         remap: whether tokens move between the ranks that attend to them and others that hold them elsewhere; in mode
             ``"documents"``.
@@ -85,7 +82,7 @@ class PlacementSection(BaseModel):
 
     mode: Literal["stream", "documents"] | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
-    min_cut_tokens: int = Field(default=512, ge=2, le=MAX_SEQ_LEN)
+    min_cut_tokens: int = Field(default=512, ge=2, le=MAX_SEQ_LEN)  # shorter documents stay whole
     planner: str | None = Field(default=None, min_length=1, max_length=64)
     remap: RemapWish = "where_faster"
 
@@ -107,7 +104,6 @@ class ElasticSection(BaseModel):
 
     Args:
         every_steps: optimizer steps between two saves; left out, as few as cost nothing.
-        copies: of every rank's part, on other nodes.
         min_ranks: below which the job waits; left out, what the launcher was told.
         memory_gib: of a node's shared memory that saves may take; left out, what is free.
         notice_s: between SIGTERM and the end of a node, into which a step and a save have to fit.
@@ -116,7 +112,7 @@ class ElasticSection(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     every_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
-    copies: int = Field(default=1, ge=0, le=8)
+    copies: int = Field(default=1, ge=0, le=8)  # of every rank's part, on other nodes
     min_ranks: int | None = Field(default=None, ge=1, le=MAX_RANKS)
     memory_gib: float | None = Field(default=None, gt=0, le=2**20, allow_inf_nan=False)
     notice_s: float = Field(default=25, gt=0, le=3600, allow_inf_nan=False)

@@ -240,17 +240,15 @@ class StageCosts(ABC):
         activation_checkpointing: whether activations are computed again in the backward.
 
     Attributes:
-        name: of the cost model.
         hop_in_step: a stage and its hop follow one another, so both bound the pipeline's period together.
-        inners: ways in which several devices may share the work of a stage.
         owners: of optimizer state: ``"even"``, ``"fitted"`` to memory, or weights as `owner_weights` returns them; None
             if the cost model does not tell them apart.
         pools: the devices by node and kind.
     """
 
-    name: str
+    name: str  # of the cost model
     hop_in_step = False
-    inners: tuple[str, ...] = ("tensor",)
+    inners: tuple[str, ...] = ("tensor",)  # ways in which several devices may share the work of a stage
     owners: str | tuple[float, ...] | None = None
 
     def __init__(self, cluster: Cluster, model: ModelSpec, seq_len: int, activation_checkpointing: bool) -> None:

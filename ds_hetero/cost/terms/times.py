@@ -187,18 +187,16 @@ class RingCoefficients:
     """One pass around the ring, every time linear in the tokens of the block; arrays are ``[B, K]``.
 
     Attributes:
-        length: tokens of every group, which are the block's when it travels.
         slope_s, fixed_s: compute time of a group per token of the block, and per block.
-        latency_s: start-up of a transfer into a group.
         kv_s, gradient_s: time of a transfer into a group per token of the block, KV and dK/dV; 0 in a forward pass.
         shared_kv_s, shared_gradient_s: least time of those transfers, set by a NIC or switch that others use as well.
     """
 
     start_s: Floats  # when every group is ready for step 0
-    length: Floats
+    length: Floats  # tokens of every group, which are the block's when it travels
     slope_s: Floats
     fixed_s: Floats
-    latency_s: Floats
+    latency_s: Floats  # start-up of a transfer into a group
     kv_s: Floats
     gradient_s: Floats
     shared_kv_s: Floats

@@ -56,17 +56,12 @@ class HookedEngine:
 
 
 class HookRow(NamedTuple):
-    """A row of the table of hooks.
-
-    Args:
-        of: the engines that have it.
-        part: of `HookedEngine`, without which (None) an engine does not have it.
-    """
+    """A row of the table of hooks."""
 
     method: str
     hook: Hook
-    of: type[HookedEngine] = HookedEngine
-    part: str = "engine"
+    of: type[HookedEngine] = HookedEngine  # the engines that have it
+    part: str = "engine"  # of `HookedEngine`, without which (None) an engine does not have it
 
 
 class EngineHooks:
@@ -142,22 +137,14 @@ def refuse_batch_sizes(hooked: HookedEngine, method: Function, *args: object, **
 
 @dataclass(kw_only=True)
 class SplitEngine(HookedEngine):
-    """An engine whose model is split over the sequence, or runs whole on every rank.
-
-    Args:
-        scaling: brings losses to the scale of the engine's average.
-        prediction_check: compares steps with their prediction.
-        note_destroyed: called before the engine is gone.
-        stage3: reads and writes checkpoints of ZeRO-3; None for other stages.
-        backwards: watches over several backwards for one step.
-    """
+    """An engine whose model is split over the sequence, or runs whole on every rank."""
 
     model: SplitModel | WholeModel
-    scaling: LossScaling
-    prediction_check: PredictionCheck
-    note_destroyed: Callable[[], None]
-    stage3: Stage3Checkpoints | None
-    backwards: BackwardsOfStep
+    scaling: LossScaling  # brings losses to the scale of the engine's average
+    prediction_check: PredictionCheck  # compares steps with their prediction
+    note_destroyed: Callable[[], None]  # called before the engine is gone
+    stage3: Stage3Checkpoints | None  # reads and writes checkpoints of ZeRO-3; None for other stages
+    backwards: BackwardsOfStep  # watches over several backwards for one step
 
     @property
     def why_batch_is_fixed(self) -> str | None:

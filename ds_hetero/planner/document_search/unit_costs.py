@@ -48,7 +48,6 @@ class UnitCosts:
         token_s: seconds outside attention per token that a unit holds, recomputation included, ``[unit]``.
         square_s: attention of a whole document of n tokens takes ``n * n * square_s``, of x of its tokens
             ``x * n * square_s``; the causal halving is in it, ``[unit]``.
-        most_tokens: tokens of a batch row that a unit's memory has room for, ``[unit]``.
         node: node of every unit, numbered from 0 without gaps, ``[unit]``; a unit over several nodes is a node of its
             own.
         receive_s: seconds to pass the keys and values of one token, and their gradients, between two units of a node,
@@ -69,7 +68,7 @@ class UnitCosts:
 
     token_s: tuple[float, ...]
     square_s: tuple[float, ...]
-    most_tokens: tuple[int, ...]
+    most_tokens: tuple[int, ...]  # tokens of a batch row that a unit's memory has room for, ``[unit]``
     node: tuple[int, ...]
     receive_s: tuple[float, ...]
     cross_s: tuple[float, ...]

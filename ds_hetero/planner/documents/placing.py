@@ -41,14 +41,13 @@ class DocumentPlacer:
         planner: a published planner of documents that takes the place of ours, and knows no ``min_cut_tokens``.
         least_gain: share of the time of the stream that must be saved, as predicted, or a batch stays one; such a
             placer refuses no batch. None where documents were asked for: then any gain will do.
-        remap: whether tokens move before and after attention, see `place_documents`.
     """
 
     costs: UnitCosts  # of the units of the schedule that batches are placed for
     min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS  # shorter documents are never cut
     planner: str | None = None
     least_gain: float | None = None
-    remap: RemapWish = "where_faster"
+    remap: RemapWish = "where_faster"  # whether tokens move before and after attention, see `place_documents`
 
     def __call__(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
         """Place one batch. Raises `BatchError`: no memory for it. `ScheduleError`: too few tokens."""

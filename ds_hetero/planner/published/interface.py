@@ -78,9 +78,6 @@ class PublishedPlanner:
     """A planner that a paper describes, and the kinds of plans that it makes; None where the paper has no answer.
 
     Args:
-        name: by which it is chosen: ``"planner"`` of the section, ``ds-hetero plan --planner``.
-        title: for people.
-        source: the paper.
         pipelines: of unequal stages; such a planner is a row of ``ds-hetero compare --parallel full``.
         first_pipelines: likewise, None on clusters where that is not cheap; our search begins at these plans, so that
             it is never worse.
@@ -90,9 +87,9 @@ class PublishedPlanner:
         forbids: why the paper cannot plan a cluster or a model, with its rule; None where it can.
     """
 
-    name: str
-    title: str
-    source: str
+    name: str  # by which it is chosen: ``"planner"`` of the section, ``ds-hetero plan --planner``
+    title: str  # for people
+    source: str  # the paper
     pipelines: PlanPipelines | None = None
     first_pipelines: PlanPipelines | None = None
     schedule: Callable[[CostModel, ProfileTable | None], Schedule] | None = None

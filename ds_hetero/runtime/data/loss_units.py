@@ -33,17 +33,11 @@ Batch: TypeAlias = Any
 
 
 class UnitCounts(NamedTuple):
-    """Units of a micro-batch, or of all micro-batches of a step.
+    """Units of a micro-batch, or of all micro-batches of a step."""
 
-    Args:
-        sample_mean: samples; of classes, those that count.
-        label_mean: labels that count, each of the output at its own place; 0 where there is not a row of them.
-        token_mean: labels that count, each of the output before its place.
-    """
-
-    sample_mean: int
-    label_mean: int = 0
-    token_mean: int = 0
+    sample_mean: int  # samples; of classes, those that count
+    label_mean: int = 0  # labels that count, each of the output at its own place; 0 where there is not a row of them
+    token_mean: int = 0  # labels that count, each of the output before its place
 
     @classmethod
     def of(cls, batch: Batch, rows: int) -> UnitCounts:
@@ -79,22 +73,14 @@ def labels_of(batch: Batch) -> tuple[Tensor | None, bool]:
 
 @dataclass(frozen=True)
 class Probe:
-    """Losses of two rows of a rank's batch.
+    """Losses of two rows of a rank's batch."""
 
-    Args:
-        together: of both; nan where there was no loss.
-        alone: of the one, and of the other.
-        by_items: the loss was divided by a number that was given, so that its parts add up.
-        tells: whether rows are unlike, so that something can be concluded.
-        tolerance: relative, of the loss's data type.
-    """
-
-    together: float
-    alone: tuple[float, float]
+    together: float  # of both; nan where there was no loss
+    alone: tuple[float, float]  # of the one, and of the other
     counts: tuple[UnitCounts, UnitCounts]
-    by_items: bool
-    tells: bool
-    tolerance: float
+    by_items: bool  # the loss was divided by a number that was given, so that its parts add up
+    tells: bool  # whether rows are unlike, so that something can be concluded
+    tolerance: float  # relative, of the loss's data type
 
     @property
     def has_loss(self) -> bool:

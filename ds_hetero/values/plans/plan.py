@@ -80,19 +80,16 @@ class Stage:
     """Ranks that hold the same layers.
 
     Args:
-        ranks: global ranks, in any order.
         layers: decoder layers ``[from, to)``; None for all layers of a model whose number the plan does not say.
             The embedding belongs to the stage with layer 0, the last norm and the head to the one with the last layer.
-        inner: one of `INNER`.
-        schedule: of a ``"sequence"`` stage, in global ranks.
         in_flight: micro-batches whose forward may run before their backward; None for 1F1B's own number, the stages
             from this one to the last.
     """
 
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # global ranks, in any order
     layers: tuple[int, int] | None = None
-    inner: str = "one"
-    schedule: Schedule | None = None
+    inner: str = "one"  # one of `INNER`
+    schedule: Schedule | None = None  # of a ``"sequence"`` stage, in global ranks
     in_flight: int | None = None
 
     @property
@@ -106,14 +103,12 @@ class Pipeline:
     """Stages in order, which hold every layer once.
 
     Args:
-        stages: first to last.
         micro_batch_size: samples of a micro-batch; None where DeepSpeed's configuration says, alike for all pipelines.
-        micro_batches: micro-batches per optimizer step; None likewise.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[Stage, ...]  # first to last
     micro_batch_size: int | None = None
-    micro_batches: int | None = None
+    micro_batches: int | None = None  # micro-batches per optimizer step; None likewise
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -131,10 +126,6 @@ class Plan:
     """The work of every rank of the job.
 
     Args:
-        pipelines: with their stages and batches.
-        model: the model that it is for; None in a plan of replicas read from version 1.
-        seq_len: tokens of a sequence that it was planned for, if known.
-        zero: owners of optimizer state; None where ds_config.json says.
         activation_checkpointing: keep only the input of every layer and compute it again in the backward; None where
             the script says.
         predicted: what the planner says of it, for people; takes no part in comparisons.
@@ -144,10 +135,10 @@ class Plan:
             or the model. The message names the field, its values and the rule.
     """
 
-    pipelines: tuple[Pipeline, ...]
-    model: PlannedModel | None = None
-    seq_len: int | None = None
-    zero: ZeroOwners | None = None
+    pipelines: tuple[Pipeline, ...]  # with their stages and batches
+    model: PlannedModel | None = None  # the model that it is for; None in a plan of replicas read from version 1
+    seq_len: int | None = None  # tokens of a sequence that it was planned for, if known
+    zero: ZeroOwners | None = None  # owners of optimizer state; None where ds_config.json says
     activation_checkpointing: bool | None = None
     predicted: JsonObject | None = field(default=None, compare=False)
 

@@ -30,19 +30,12 @@ CHUNK_ELEMENTS = 1 << 22  # of parameters, per exchange: bounds the buffers on t
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of a job, each of which owns all parameters.
+    """Nodes of a job, each of which owns all parameters."""
 
-    Args:
-        weights: of the ranks of every node, in rank order.
-        node: of this rank.
-        group: its ranks.
-        job: all ranks; what crosses waits for nothing else there.
-    """
-
-    weights: tuple[tuple[float, ...], ...]
-    node: int
-    group: ProcessGroup
-    job: ProcessGroup
+    weights: tuple[tuple[float, ...], ...]  # of the ranks of every node, in rank order
+    node: int  # of this rank
+    group: ProcessGroup  # its ranks
+    job: ProcessGroup  # all ranks; what crosses waits for nothing else there
 
     @classmethod
     def of_job(cls, sizes: Sequence[int], weights: Sequence[float]) -> Nodes:

@@ -43,18 +43,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
-    """Replacement of DeepSpeed's optimizer for one ZeRO stage.
+    """Replacement of DeepSpeed's optimizer for one ZeRO stage."""
 
-    Args:
-        module: where the engine looks for DeepSpeed's class.
-        make: takes the arguments of that class, and ``weights``.
-        check: raises `ConfigError` for a configuration with which unequal weights do not work.
-    """
-
-    module: str
+    module: str  # where the engine looks for DeepSpeed's class
     name: str
-    make: Function
-    check: Callable[[Content], None]
+    make: Function  # takes the arguments of that class, and ``weights``
+    check: Callable[[Content], None]  # raises `ConfigError` for a configuration with which unequal weights do not work
 
 
 _STAGES_1_AND_2 = Replacement(

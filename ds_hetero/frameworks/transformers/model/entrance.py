@@ -169,12 +169,9 @@ class Entrance:
     Args:
         model: whose ``pretrained`` is the outermost transformers model.
         at_decoder: sharded calls are entered and left where the decoder is.
-
-    Attributes:
-        tiles: computes the loss of a shard tile by tile; None for logits of all its tokens.
     """
 
-    tiles: Tiles | None = None
+    tiles: Tiles | None = None  # computes the loss of a shard tile by tile; None for logits of all its tokens
 
     def __init__(self, model: Called, at_decoder: bool) -> None:
         self._model, self._at_decoder = model, at_decoder

@@ -71,11 +71,10 @@ class ShardedModel:
         is_restored: the model is not split any more.
         places_documents: batches may be placed by their documents, and not by their length alone.
         asked_for_documents: the section has them placed, so that rows are joined and the loader reads ahead.
-        checks: comparisons with one process, which `split_model` gives a model that is to be trained.
         latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
     """
 
-    checks: BatchChecks
+    checks: BatchChecks  # comparisons with one process, which `split_model` gives a model that is to be trained
 
     def __init__(self, model: nn.Module, replica: Replica, kernel: str | None) -> None:
         self.model, self.replica, self.kernel = model, replica, kernel
