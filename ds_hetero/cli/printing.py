@@ -26,8 +26,6 @@ def check_out(out: Path | None, option: str = "--out", endings: Sequence[str] = 
     """Refuse a file that cannot be written, before anything is computed for it.
 
     Args:
-        out: the file; None where none is written.
-        option: that names it.
         endings: of names, each of which is a kind of file that can be written; any name where there are none.
 
     Raises:
@@ -93,10 +91,7 @@ def print_table(
     """Print a table.
 
     Args:
-        columns: their heads.
         rows: their cells; None draws a line.
-        title: above it.
-        caption: below it.
         numbers: all columns but the first are aligned at the right.
     """
     print(framed_table(columns, rows, title, numbers=numbers))

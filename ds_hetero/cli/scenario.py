@@ -217,13 +217,10 @@ def _read_clusters(
     """Load the clusters that the options name; what was decided for the user, and what cannot train, goes to stderr.
 
     Args:
-        cluster: file or name, or one per replica.
         gpus: line of cards, see `ds_hetero.cluster.notation`.
-        network: port of a node to the others.
         nics: such ports of a node.
         host_memory: of every machine, GiB; None where the clusters say it, or nobody does.
         price: line of prices, see `ds_hetero.cluster.notation`.
-        save_cluster: cluster file to write.
 
     Raises:
         ClusterError: a cluster is none.

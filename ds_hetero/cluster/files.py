@@ -181,7 +181,6 @@ def _share_ports(
     """Set what the ranks of a node share: the rate of its ports, each as fast as the node's best link.
 
     Args:
-        nodes: of the cluster.
         ports: of the nodes in a range that have fewer of them than ranks.
         network: link of pairs of nodes that ``links`` does not name.
         links: overrides by pair of nodes.

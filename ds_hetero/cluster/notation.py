@@ -71,7 +71,6 @@ def read_notation(gpus: str, network: str | None = None, nics: int | None = None
     """Read a line of cards.
 
     Args:
-        gpus: see the top of this module.
         network: one port of a node to the network, see `network_gb_per_s`; needed if there are several nodes.
         nics: such ports of a node, which its cards share; 1 where left out.
 

@@ -15,7 +15,6 @@ def require(*packages: str, purpose: str) -> None:
     """Raise if one of ``packages`` is not installed; none of them is imported.
 
     Args:
-        packages: names to import.
         purpose: what needs them, as the subject of a sentence.
 
     Raises:

@@ -139,9 +139,7 @@ def parse(text: str, where: str, error: type[HeteroError], *, yaml: bool = False
     """Parse JSON or YAML.
 
     Args:
-        text: the content.
         where: where it comes from, for messages.
-        error: class of the errors that are raised.
         yaml: whether it is YAML, of which JSON is not taken to be a part.
 
     Raises:

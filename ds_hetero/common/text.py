@@ -39,8 +39,6 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word that ``word`` is probably a misspelling of, upper and lower case aside; None if none is close.
 
     Args:
-        word: what the user wrote.
-        known: words that would be accepted.
         cutoff: least similarity, from 0 (anything) to 1 (equal).
     """
     if len(word) > 100:  # no misspelling, and the comparison takes quadratic time
@@ -86,9 +84,7 @@ def framed_table(
     """A table with a frame; cells that are too long for the width are broken between words.
 
     Args:
-        columns: their heads.
         rows: their cells; None draws a line.
-        title: above it.
         numbers: all columns but the first are aligned at the right.
         width: characters of a line; left out, those of the terminal.
     """

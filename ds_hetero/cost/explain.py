@@ -41,9 +41,6 @@ def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms, *, besi
     """The largest part of the block, and the rank or the link that sets it.
 
     Args:
-        block: of the cost model.
-        assigned: tokens and heads.
-        terms: of the block.
         beside: what takes longer than the work that it runs beside; None where nothing does.
     """
     term = max(Terms.__slots__, key=lambda name: float(getattr(terms, name)))
@@ -81,14 +78,7 @@ def timeline(block: BlockPasses, assigned: AssignedWork) -> tuple[Span, ...]:
 def mixed_timeline(
     block: BlockPasses, assigned: AssignedWork, recurrent: RecurrentLayer, shares: tuple[float, float]
 ) -> tuple[Span, ...]:
-    """Bars of the mean of two kinds of layers: in every phase attention's, then the recurrence's, each by its share.
-
-    Args:
-        block: of layers with attention.
-        assigned: tokens and heads.
-        recurrent: layers that carry a state.
-        shares: of both kinds in all layers.
-    """
+    """Bars of the mean of two kinds of layers: in every phase attention's, then the recurrence's, each by its share."""
     spans: list[Span] = []
     begin_s, of_pass = 0.0, recurrent.passes(assigned.grouping, assigned.tokens_BD)
     for phase in _phases(block):

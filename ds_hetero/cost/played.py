@@ -121,8 +121,6 @@ def play(events: Sequence[Sequence[Event]], cluster: Cluster, host_share: float 
     """Play a step.
 
     Args:
-        events: of every rank.
-        cluster: a device for every rank.
         host_share: time of the host to launch a layer over that of a plain one, see `cost.terms.times.host_share`.
 
     Raises:

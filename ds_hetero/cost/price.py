@@ -44,7 +44,6 @@ class Objective:
 
         Args:
             name: one of `OBJECTIVES`.
-            tokens: of an optimizer step.
             at_most_s: longest step that is acceptable.
 
         Raises:
@@ -188,10 +187,7 @@ def price_of(
     """Price a step.
 
     Args:
-        devices: by rank.
         busy: share of the step that ranks with work compute.
-        step_s: time of a step.
-        tokens: of a step.
         flops_per_token: that the model needs, see `training_flops`.
     """
     hours = step_s / SECONDS_PER_HOUR

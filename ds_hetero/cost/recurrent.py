@@ -124,9 +124,6 @@ class RecurrentLayer:
         """Bars of one pass and when it ends.
 
         Args:
-            times: of the pass, of one assignment.
-            phase: name of the pass.
-            begin_s: when it begins.
             share: by which all bars are scaled.
         """
         ready_s = begin_s + share * float(times.before_B[0])

@@ -32,9 +32,6 @@ def plan_of_batches(
     """Return the plan of replicas of one rank, whose micro-batches have these samples.
 
     Args:
-        batch: of the section.
-        training: of DeepSpeed's configuration.
-        world_size: ranks of the job.
         memory_bytes: of every rank's device, by which ``"by_speed"`` begins; equal batches where it is not known.
 
     Raises:
@@ -73,7 +70,6 @@ def balanced_batches(total: int, s_per_sample: Sequence[float], most: Sequence[i
     Samples are dealt out one by one to the rank that would have computed them first, which is the optimum.
 
     Args:
-        total: samples of all ranks.
         s_per_sample: seconds of one on every rank.
         most: samples that the memory of every rank has room for; together at least ``total``.
     """

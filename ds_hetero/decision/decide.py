@@ -33,10 +33,6 @@ from ds_hetero.values.section import SECTION, HeterogeneitySection, accepted
 def given_plan(section: HeterogeneitySection, world_size: int) -> Plan | None:
     """Return the plan in the section's file, or inline in it; None where the section names a strategy.
 
-    Args:
-        section: from `read_section`.
-        world_size: ranks of the job.
-
     Raises:
         ConfigError: there is no such file.
         ScheduleError: the file cannot be read, or its schedules do not fit the world.
@@ -61,7 +57,6 @@ def is_of_pipelines(plan: Plan | None, section: HeterogeneitySection) -> bool:
 
     Args:
         plan: that the section gives; None where it gives none.
-        section: from `read_section`.
     """
     return section.parallel == "full" or (plan is not None and not plan.is_replicas)
 
@@ -149,10 +144,6 @@ def sp_size_of(sp_sizes: Mapping[str, int | None]) -> int | None:
 def replica_size(sp_sizes: Mapping[str, int | None], world_size: int) -> int:
     """Ranks of a replica where no file says so: the sequence-parallel size, or the whole world.
 
-    Args:
-        sp_sizes: see `sp_size_of`.
-        world_size: ranks of the job.
-
     Raises:
         ConfigError: see `sp_size_of`; or the world cannot be divided by it.
     """
@@ -178,9 +169,7 @@ def resolve(
     """Return the plan that the section stands for.
 
     Args:
-        section: from `read_section`.
         heads: query heads of the model, and its key/value heads.
-        world_size: ranks of the job.
         sp_sizes: see `sp_size_of`; with no size given, a strategy spans the whole world.
         cluster: of the job or of one replica; None where it is not known.
         search: for the strategies that are searched for, see `needs_planner`.
@@ -251,7 +240,6 @@ def clusters_of_replicas(
     """Return the cluster of every replica: its part of the job's, or the whole cluster if that describes one replica.
 
     Args:
-        section: from `read_section`.
         cluster: of the job or of one replica; None where it is not known.
         sizes: ranks of every replica, which hold consecutive ranks.
 
@@ -345,14 +333,7 @@ class Forecast:
     planned: PlannedSchedule | None  # what the planner found, where the schedule was searched for
 
     def iteration_s(self, schedule: Schedule, seq_len: int, micro_batch: int, micro_batches: int) -> float:
-        """Predict the time of an optimizer step of other batches.
-
-        Args:
-            schedule: of the same ranks.
-            seq_len: tokens of a sequence.
-            micro_batch: sequences of a micro-batch.
-            micro_batches: of the step.
-        """
+        """Predict the time of an optimizer step of other batches."""
         workload = replace(self.cost.workload, seq_len=seq_len, micro_batch=micro_batch, micro_batches=micro_batches)
         cost = make_cost_model(self.cost.name, self.cost.cluster, self.cost.model, workload)
         return cost.predict(schedule.shifted(0)).iteration_s
@@ -364,9 +345,6 @@ def forecast(
     """Predict one replica.
 
     Args:
-        schedule: of the replica, in global ranks.
-        cluster: its devices, numbered from 0.
-        workload: of the replica.
         planned: what the planner found, where the schedule was searched for.
 
     Raises:
@@ -428,7 +406,6 @@ def decide(
     Reads the schedule and cluster files that the section names.
 
     Args:
-        world_size: ranks of the job.
         measured: the live ranks, where they have been measured for ``"cluster": "measure"``.
         on_host: devices are CPUs, so that nothing can be offloaded to the host.
         plan: in the section's file, where it has been read.
@@ -516,14 +493,7 @@ def _forecasts(
     workloads: Sequence[Workload],
     searched: Mapping[Cluster, PlannedSchedule] | None = None,
 ) -> tuple[Forecast, ...]:
-    """A forecast per replica.
-
-    Args:
-        plan: of replicas.
-        clusters: by replica.
-        workloads: by replica.
-        searched: what the planner found, by cluster.
-    """
+    """A forecast per replica."""
     return tuple(
         forecast(schedule, cluster, model, workload, (searched or {}).get(cluster))
         for schedule, cluster, workload in zip(plan.schedules, clusters, workloads, strict=True)

@@ -60,7 +60,6 @@ def check_pipeline_section(section: HeterogeneitySection, inners: Collection[str
     """Refuse keys of the section that stages of pipelines do not follow.
 
     Args:
-        section: from `read_section`.
         inners: kinds of the plan's stages; where one is searched for, those that are always possible.
 
     Raises:
@@ -104,7 +103,6 @@ def global_batch_of(training: TrainingFacts, plan: Plan | None = None) -> int:
     """Return the sequences of an optimizer step over all pipelines.
 
     Args:
-        training: from ds_config.json.
         plan: that ds_config.json may not contradict; None where it is searched for, and ds_config.json must say.
 
     Raises:
@@ -154,10 +152,7 @@ def search_pipelines(
     """Search for the fastest pipelines of a job.
 
     Args:
-        facts: of the job.
-        world_size: ranks of the job.
         measured: the live ranks, where the section says ``"cluster": "measure"``.
-        on_host: devices are CPUs.
 
     Raises:
         ConfigError: see `global_batch_of`; or the cluster has another number of devices than the job has ranks.
@@ -198,7 +193,6 @@ def pipelines_workload(
     Owned elements have values and optimizer state in fp32, whatever the parameters are.
 
     Args:
-        on_host: devices are CPUs.
         seq_len: tokens of a sequence, where the job does not say.
         checkpointing: of activations; None for what the model says.
 

@@ -106,7 +106,6 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
 
     Args:
         facts: of the job; the section's ``seq_len`` and ``zero_partition`` are used.
-        num_replicas: copies of the model that share a global batch.
         on_host: devices are CPUs, so that nothing can be offloaded to the host.
 
     Raises:

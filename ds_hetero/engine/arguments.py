@@ -126,7 +126,6 @@ def refusals(
     """Arguments with which a model would not compute what one process computes, each with its value and the reason.
 
     Args:
-        arguments: by name.
         has_towers: whether the model puts images or sounds before a text decoder.
         in_call: whether they are those of a sharded call, which takes whole batches.
         in_pipelines: whether they are those of the engine of a pipeline.

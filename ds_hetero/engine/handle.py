@@ -145,7 +145,6 @@ class Handle:
         it only counts epochs.
 
         Args:
-            loader: from `dataloader`.
             extra: further state of the script, by name: objects with ``state_dict`` and ``load_state_dict``. It is
                 saved when the loop asks for the next batch.
 
@@ -179,7 +178,6 @@ class Handle:
         Args:
             outputs: of the model for ``batch``, as they are; of a model that was given ``labels`` too, with ``loss``,
                 the mean over this shard's labels; of a module of the script's own, with ``logits``.
-            batch: from `dataloader`.
             num_items: from `count_items`, to weigh tokens alike over all micro-batches of an optimizer step; then call
                 ``engine.backward(loss, scale_wrt_gas=False)``. Left out, micro-batches are weighed alike; where the
                 replicas take different batches, tokens are, with the count that the loader makes.
@@ -206,7 +204,6 @@ class Handle:
         Args:
             values: [B, s] by token of the shard; further dimensions are averaged. Or a scalar that is the same on all
                 ranks, such as a penalty on parameters, which is its own mean.
-            batch: from `dataloader`.
             where: [B, s], true for the tokens that count; left out, those whose labels count.
             num_items: as for `loss`, and needed where the replicas take different batches; in a Trainer's
                 ``compute_loss``, its ``num_items_in_batch``.

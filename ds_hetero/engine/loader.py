@@ -106,7 +106,6 @@ class WholeLoader(LoaderAround):
 
     Args:
         dataloader: yields mappings; for a module that is not split, what it takes; or lists of prompts.
-        device: where tensors shall be.
         model: that is trained by sharded calls, to be checked with the first batch; None without.
     """
 
@@ -144,7 +143,6 @@ class LoaderByMode(LoaderAround):
     """Yields this rank's unlike micro-batches while the model is in ``train()``, accelerate's equal ones in ``eval()``.
 
     Args:
-        equal: as accelerate has prepared it.
         dataloader: of all samples, as it was given to accelerate, with the batch size of a rank.
     """
 

@@ -104,10 +104,6 @@ def announce_lost_restarts() -> None:
 def name_of_start(store: Store, rank: int, size: int) -> str:
     """A name that the processes which call this together share, and none before them.
 
-    Args:
-        store: which may outlive them.
-        size: number of ranks.
-
     Caller: every rank; waits for all, as long as the store's timeout.
 
     Raises:
@@ -250,7 +246,6 @@ def agree_on_configuration(
 
     Args:
         ds_config: this rank's; None where there is none, or none that could be read.
-        model: to be trained with it, if there is one yet.
         error: why ``ds_config`` could not be read.
 
     Caller: every rank of the world, with a section or without.

@@ -97,9 +97,6 @@ class Registry:
 
     It keeps no model alive: what was prepared for a model lives as long as the model.
 
-    Args:
-        ds_config: the configuration given to `register`, if any.
-
     Attributes:
         ds_config: what registrations follow; None as long as no configuration is known.
         patches: what has been replaced in the frameworks.
@@ -216,7 +213,6 @@ class Registry:
 
         Args:
             model: a PreTrainedModel, or a module around one; any module where the sequence-parallel size is 1.
-            ds_config: DeepSpeed's configuration, with a section.
             sp_sizes: see `ds_hetero.decision.decide.sp_size_of`.
 
         Caller: every rank of the world.
@@ -294,7 +290,6 @@ class Registry:
 
         Args:
             replanning: changes the plan; None where the section does not ask for it.
-            documents: see `Observers`.
 
         Caller: every rank of the world, when the engine has been built.
         """

@@ -41,7 +41,6 @@ class WholeModel:
     """A module that is not split, for an engine's hooks; the counterpart of `ShardedModel`.
 
     Args:
-        model: any module.
         replica: this rank's replica, of one rank.
 
     Attributes:

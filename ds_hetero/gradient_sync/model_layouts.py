@@ -77,7 +77,6 @@ def pipeline_layouts(
 
     Args:
         parameters: of this rank, by the names of the whole model; a tied parameter under one name in every stage.
-        plan: what all ranks do; idle ranks hold nothing.
         group: all ranks of the job; None for the default group.
         partial: of this rank's parameters, those whose copies in a ``"tensor"`` stage have parts of a sum too.
 
@@ -139,8 +138,6 @@ def _layout(name: str, replicas: Sequence[tuple[int, ...]], parts: Mapping[int, 
     """Make the layout of one parameter of what each rank holds of it.
 
     Args:
-        name: of the parameter.
-        replicas: ranks of every replica.
         parts: by rank; ranks that hold nothing are left out.
 
     Raises:

@@ -91,10 +91,7 @@ class BucketTransfer:
     """The transfer of one bucket, in either direction, as one of its members takes part in it.
 
     Args:
-        bucket: the bucket; its ``dtypes`` are `BucketDtypes`.
         group: process group of its members; None where this rank is the only one.
-        rank: this process's global rank.
-        device: where the bucket's tensors are.
 
     Attributes:
         owned: chunks whose owner is this rank.
@@ -224,8 +221,6 @@ def move_owned(values: Mapping[str, Tensor], old: Owned, new: Owned, like: Mappi
 
     Args:
         values: of what this rank owned, flat, by what they are: the parameter itself, moments of its optimizer.
-        old: who owned what.
-        new: who owns what.
         like: an empty tensor of the dtype and on the device of each of ``values``; the same names in the same order on
             every rank.
 
@@ -310,10 +305,7 @@ def agree(
     """Check this rank's parameters and compare what must be the same on every rank.
 
     Args:
-        parameters: this rank's, by name.
-        shards: what this rank holds by its layouts, by name.
         settings: whatever else must be the same, compared by its ``repr``.
-        group: all ranks.
         has_replicas: the replicas are given, so that layouts need not have one cut for each.
 
     Returns:

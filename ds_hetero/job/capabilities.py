@@ -33,9 +33,6 @@ def device_name() -> str:
 def requested_kernel(wish: KernelWish, rank: int) -> KernelName | None:
     """Return the kernel that the section names for this rank; None for the best that works here.
 
-    Args:
-        wish: the "attention" key of the section.
-
     Raises:
         ConfigError: the list has no entry for this rank, or several keys of the object fit its device.
     """
@@ -59,10 +56,6 @@ def requested_kernel(wish: KernelWish, rank: int) -> KernelName | None:
 
 def expect_known_devices(wish: KernelWish, names: Sequence[str]) -> None:
     """Refuse entries that fit no rank, which are misspelt, or too many.
-
-    Args:
-        wish: the "attention" key of the section.
-        names: of the devices, by rank.
 
     Raises:
         ConfigError: a key is no part of any device's name, or a list is longer than there are ranks.

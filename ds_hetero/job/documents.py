@@ -43,11 +43,6 @@ def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentP
     predicted to save more of a step than predictions for the device that is known least err; no unit is then given more
     tokens than its memory has room for with that error.
 
-    Args:
-        world: the ranks of the job.
-        start: what they have agreed on.
-        replica_id: index of this rank's replica.
-
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`.
 
@@ -111,7 +106,6 @@ class CostRenewal:
     are placed by changes when two observations in a row predict a gain.
 
     Args:
-        start: what the ranks have agreed on.
         change_placer: called on every rank with what places its replica's batches from now on.
     """
 
@@ -163,10 +157,6 @@ def measured_costs(costs: UnitCosts, schedule: Schedule, ranks: Sequence[RankTim
     Attention of n tokens is n * n / 2 pairs of query and key a head, each of as many operations as the ranks counted
     forward, recomputed and backward. A unit is as slow as its slowest rank, whose share of heads and tokens is the
     schedule's. A unit without a measurement keeps its ratio to the others.
-
-    Args:
-        costs: of the units so far.
-        ranks: their times, by ascending rank.
     """
     backward = sum(rank.attention_backward_flops for rank in ranks)
     flops_per_pair = 10 * spec.head_dim * sum(rank.attention_flops for rank in ranks) / backward if backward else 0.0
@@ -202,10 +192,6 @@ def predicted_gain_of_documents(old: UnitCosts, new: UnitCosts, ranks: Sequence[
 
     With ``old`` every unit is given work in proportion to its old speed, and the unit that has become slowest ends
     last. Work is what the ranks did: tokens, and squares of lengths in proportion to it.
-
-    Args:
-        old: costs that batches are placed by.
-        ranks: the times of the replica's ranks.
     """
     tokens, attention_s = sum(rank.tokens for rank in ranks), sum(rank.attention_s for rank in ranks)
     model_s = sum(rank.model_s for rank in ranks)

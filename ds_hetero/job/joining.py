@@ -22,7 +22,6 @@ def gain_of_joining(start: JobStart, cards: Mapping[str, Sequence[str]]) -> floa
     """Share of a step's time that machines would save; below 0 where they would make it longer.
 
     Args:
-        start: of the job; on rank 0.
         cards: names of the cards of each machine, by its name.
 
     Returns:

@@ -99,8 +99,6 @@ class StepMonitor:
     """Observes the steps of one model; rank 0 reports them.
 
     Args:
-        start: of the job that is observed.
-        observers: who is given what is observed.
         interval: steps between two observations; rank 0's is used.
         writer: of the events that each observation makes.
 

@@ -129,8 +129,6 @@ class Replanning:
     """Re-planning of one model's training.
 
     Args:
-        plan: that the job begins with.
-        search: looks for faster ones; rank 0's is used.
         change_plan: called on every rank with the new plan.
         fits: called on every rank before that: whether all have memory for it, which the search learns; None where it
             proposes nothing else.
@@ -154,9 +152,6 @@ class Replanning:
 
     def observe(self, step: int, seen: JobTimes) -> bool:
         """Change the plan if these times call for it.
-
-        Args:
-            seen: since the last observation.
 
         Returns:
             Whether the plan has changed.

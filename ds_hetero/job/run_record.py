@@ -72,10 +72,6 @@ class Snapshot:
 class RunRecord:
     """Record of the job so far; on rank 0.
 
-    Args:
-        start: what the ranks agreed on for the model.
-        changes: returns the changes of the plan so far.
-
     Attributes:
         events: of an elastic job.
     """

@@ -85,7 +85,6 @@ def speeds_of(measured: MeasuredPipeline, layers: Sequence[int], growth: Sequenc
     The backward is taken to be shared between layers and the rest as the forward is.
 
     Args:
-        layers: by stage.
         growth: by stage, by what factor the memory in use may grow.
     """
     stages = [

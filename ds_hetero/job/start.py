@@ -94,7 +94,6 @@ class MeasuredClusters:
         """Return the cluster of the live ranks, measured as the job will train.
 
         Args:
-            world: the ranks of the job.
             facts: of the job, of which kernel, data type, head size and soft cap count.
 
         Caller: every rank of the world.
@@ -115,7 +114,6 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts], *, has_kernel: bo
     """Read the facts of the job on every rank and compare them.
 
     Args:
-        world: the ranks of the job.
         read: returns this rank's facts; what it raises on any rank is raised on all.
         has_kernel: whether an attention kernel of ours will run, which must work on every rank.
 
@@ -150,9 +148,6 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts], *, has_kernel: bo
 def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> str | None:
     """Refuse what this rank alone can see of a job to be impossible, before anything is measured.
 
-    Args:
-        facts: as this rank has read them.
-
     Returns:
         See `expect_kernel`.
 
@@ -169,9 +164,6 @@ def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> str | None:
 
 def expect_kernel(facts: JobFacts, rank: int = 0) -> str | None:
     """Refuse a kernel that does not work on this rank's device.
-
-    Args:
-        facts: as this rank has read them.
 
     Returns:
         What the device computes slowly though it works, for people; None if there is nothing.
@@ -249,8 +241,6 @@ def start_job(
     """Decide on the plan on rank 0, and hand it to all ranks.
 
     Args:
-        world: the ranks of the job.
-        facts: from `agree_on_facts`.
         clusters: measured so far; used where the section says ``"cluster": "measure"``, and added to.
         before: an earlier start with the same model. If the section has not changed, its plan stays, whatever has
             become known of the training since: loaders may rely on it already.
@@ -380,7 +370,6 @@ def agree_on_request(
     """Read the section on every rank and compare it; rank 0 reads the plan that it names.
 
     Args:
-        world: the ranks of the job.
         read: returns the section; what it raises on any rank is raised on all.
         training: of the configuration, which says the global batch.
 

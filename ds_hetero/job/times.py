@@ -140,7 +140,6 @@ class RankTimes:
         """Sum up steps of this rank.
 
         Args:
-            steps: since the last observation.
             unit_costs: which have been given the same steps.
             growth: by what factor the work on the rank may grow before its memory is full.
             peak_flops_per_s: of the device, 0 where it is not known.
@@ -334,9 +333,7 @@ def times_of_passes(plan: Plan, ranks: Sequence[RankTimes], steps: Sequence[Step
     """Return where the time of pipelines went.
 
     Args:
-        plan: that the steps ran under.
         ranks: what each says of itself, whatever steps it has finished.
-        steps: that all ranks have finished.
     """
     phases = [dict.fromkeys(("forward_s", "backward_s", "hop_s", "bubble_s"), 0.0) for _ in ranks]
     for step in steps:

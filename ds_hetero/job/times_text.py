@@ -16,7 +16,6 @@ def utilizations(seen: JobTimes, model: ModelSpec | None, peaks: Sequence[float]
     """See `RankTimes.model_flops_utilization`; None for every rank of pipelines, which have a part of the model.
 
     Args:
-        seen: times of all ranks.
         model: what is trained; None where no cost model describes it.
         peaks: peak rates of the devices, 0 where unknown.
     """
@@ -30,10 +29,6 @@ def events(
     """Events for DeepSpeed's monitor, per rank, per pipeline and of the job: (name, value, samples).
 
     Args:
-        seen: times since the last observation.
-        plan: that the steps ran under.
-        utilization: see `utilizations`.
-        changes: of the plan, since the start.
         samples: trained on so far, which DeepSpeed's own events count in.
     """
     values: list[tuple[str, float]] = []
@@ -57,9 +52,6 @@ def times_table(seen: JobTimes, plan: Plan, utilization: Sequence[float | None],
 
     Args:
         seen: of the ranks over all steps, of the pipelines in the latest observation.
-        plan: that the steps ran under.
-        utilization: see `utilizations`.
-        changes: of the plan, since the start.
     """
     steps, names = seen.ranks[0].steps, seen.parts_of_step
     title = (

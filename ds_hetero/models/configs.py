@@ -271,11 +271,6 @@ _ATTENTION_EVERY = 4  # of Qwen3-Next and Qwen3.5, where the configuration does 
 def _recurrent_layers_of(config: JsonObject, num_layers: int, name: str) -> RecurrentLayers | None:
     """The recurrent layers of a model, from its configuration; None where it names none that are known.
 
-    Args:
-        config: of the decoder.
-        num_layers: of the model.
-        name: of the model, for messages.
-
     Raises:
         ModelError: a key is missing or wrong, or the layers are of kinds that are not known.
     """

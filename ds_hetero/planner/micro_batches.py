@@ -52,9 +52,7 @@ def plan_replicas(
     """Plan every replica on its cluster, and the micro-batches of all.
 
     Args:
-        clusters: one per replica, in rank order.
         workload: of one replica; its ``micro_batch`` and ``micro_batches`` are ignored, because they are chosen here.
-        global_batch: samples per optimizer step.
         cost_model: ``"calibrated"`` or ``"published"``.
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
 
@@ -86,7 +84,6 @@ def split_batch(times: Sequence[Sequence[float]], global_batch: int, *, lockstep
 
     Args:
         times: seconds of one micro-batch of 1, 2, ... samples, by replica; as many as fit into its memory.
-        global_batch: samples per optimizer step.
         lockstep: replicas wait for each other in every micro-batch.
 
     Raises:

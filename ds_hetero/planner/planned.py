@@ -320,8 +320,6 @@ def _remedies(cost: CostModel, parts: MemoryParts, least: float, *, offloads: bo
     """Changes by the names that ``fit`` gives them, those first that save the most.
 
     Args:
-        cost: of the training that does not fit.
-        parts: memory of the rank that misses by most.
         least: bytes that a change has to be able to save.
         offloads: what is offloaded leaves the memory of that rank.
     """

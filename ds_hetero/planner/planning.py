@@ -141,7 +141,6 @@ def searched_candidates(
     Args:
         cost: bound to cluster, model and workload.
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
-        token_unit: tokens are handed out in multiples of this.
         budget: how much may be evaluated; left out, what suits the number of ranks.
     """
     problem, rank_of = make_problem(cost, layout=layout, token_unit=token_unit)
@@ -273,8 +272,6 @@ def faster_with_fewer_ranks(cost: CostModel, planned: PlannedSchedule, layout: s
 
     Args:
         cost: the cost model of all ranks; of one replica, with ZeRO's partition over it alone.
-        planned: the best schedule of all ranks.
-        layout: as for `plan`.
     """
     if cost.workload.data_parallel > 1 or cost.workload.zero_cluster is not None:
         return None

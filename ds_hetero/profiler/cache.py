@@ -67,10 +67,6 @@ def measure_cached(
     measured on busy machines is not kept.
 
     Args:
-        dtype: see `measure`.
-        attention: see `measure`.
-        window_s: see `measure`.
-        show_progress: see `measure`.
         folder: of the cache; `cache_folder` if left out.
 
     Returns:

@@ -130,9 +130,6 @@ class DescribedPlan:
 def read_described_plan(path: str | Path) -> DescribedPlan | Plan:
     """Read a plan file, or what ``ds-hetero plan --json`` printed.
 
-    Args:
-        path: of the file.
-
     Returns:
         The plan alone where the file does not say what it was made for.
 

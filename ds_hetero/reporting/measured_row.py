@@ -201,7 +201,6 @@ def selftest_rows(report: JsonObject, *, source: str) -> list[dict[str, object]]
     """Return the rows of a self-test's report, one for each kind of card: the rate of its large products.
 
     Args:
-        report: of ``ds-hetero selftest --json``.
         source: who measured it.
 
     Raises:

@@ -57,8 +57,6 @@ def plan_page(described: DescribedPlan, run: RunFile | None = None, sliders: boo
     """Return the page.
 
     Args:
-        described: the plan with what it was made for.
-        run: what a job that ran it measured.
         sliders: with the section "What if?", for which 75 other plans are made and predicted.
 
     Raises:

@@ -135,15 +135,7 @@ _HEADINGS = ("zone", "ranks", "documents", "tokens")
 
 
 def add_documents(page: Page, cost: CostModel, schedule: Schedule, lengths: Sequence[int], of: str) -> None:
-    """Add the section; nothing under a cost model that does not place documents.
-
-    Args:
-        page: that is being made.
-        cost: of the replica.
-        schedule: of the replica.
-        lengths: tokens of the documents of one row.
-        of: what the section's title ends with.
-    """
+    """Add the section; nothing under a cost model that does not place documents."""
     if not isinstance(cost, CalibratedCostModel):
         return
     report = report_documents(cost, schedule, lengths)

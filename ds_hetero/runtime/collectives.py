@@ -50,7 +50,6 @@ def all_gather_bytes(
 
     Args:
         numbers: at most 14, as many on every rank.
-        payload: of any length.
         group: the ranks that take part; None for the whole job.
 
     Returns:

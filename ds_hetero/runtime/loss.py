@@ -118,7 +118,6 @@ def mean_over_replica(
 
     Args:
         mean: scalar, over this rank's tokens. Where there are none, it counts as 0, even if it is NaN.
-        num_tokens: how many there are.
         num_items: what to divide by in place of n_R.
 
     Caller: every rank of the replica.
@@ -258,7 +257,6 @@ def count_items(num_tokens: Tensor | int, device: torch.device) -> Tensor:
 
     Args:
         num_tokens: valid tokens of this rank's shards of all its micro-batches.
-        device: where the default process group wants its tensors.
 
     Caller: every rank of the world, once per optimizer step.
     Collectives: one all_reduce of one integer.

@@ -91,7 +91,6 @@ class ProcessGroups:
         """Return the group of ``ranks``, ascending; one new_group the first time.
 
         Args:
-            ranks: global ranks.
             purpose: groups of the same ranks that must not wait for each other have different ones.
         """
         key = tuple(sorted(ranks)), purpose

@@ -42,7 +42,6 @@ class VocabularyPart:
         rank: with a RuntimeError, on GPUs at one of the next kernels.
 
         Args:
-            words: numbers of words.
             counted: those that have to be words; None for all.
         """
         is_word = (words >= 0) & (words < self.num_words)
@@ -85,9 +84,6 @@ def project_to_part(project: Callable[[Tensor], Tensor], x_bLH: Tensor, part: Vo
 
         x_bLH   [b, L, H], the same on every rank
         result  [b, L, v]
-
-    Args:
-        project: logits of this rank's words.
 
     Caller: every rank of the part's group.
     Collectives: none forward, one all_reduce backward.

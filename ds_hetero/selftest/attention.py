@@ -146,9 +146,6 @@ class Case:
 def largest_error(case: Case, replica: Replica, length: int, device: torch.device) -> float:
     """Error of this rank's part of output and gradients, relative to the largest entry of each.
 
-    Args:
-        length: tokens of the sequence.
-
     Caller: every rank of the replica.
     Collectives: those of `attention`, forward and backward.
     """

@@ -53,7 +53,6 @@ class Meeting:
 
         Args:
             value: of this rank, as JSON can carry it.
-            limit_s: seconds to wait for the others.
 
         Raises:
             PeerError: names the ranks that did not come.
@@ -204,8 +203,6 @@ class CallWatch:
 
     Args:
         meeting: a connection to the store that nobody else waits on.
-        device: to wait for at the end of every call.
-        limit_s: seconds that a call may take.
         report: writes the report of a failure: what failed, and a line for where each rank stands.
     """
 

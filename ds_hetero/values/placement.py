@@ -306,11 +306,6 @@ class Placer(Protocol):
     def __call__(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
         """Place one batch.
 
-        Args:
-            schedule: the replica's schedule.
-            length: tokens of the whole sequence.
-            rows: the batch's documents, where they are known.
-
         Raises:
             ScheduleError: the batch does not fit the schedule.
         """

@@ -267,7 +267,6 @@ def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ..
     """Cut the positions ``0 .. sum(sizes) - 1`` into as many shares as there are ``sizes``.
 
     Args:
-        sizes: tokens of every share.
         layout: one of `LAYOUTS`.
 
     Returns:

@@ -273,9 +273,6 @@ def expect_section_name(ds_config: JsonObject) -> None:
 def read_section(raw: Any) -> HeterogeneitySection | None:
     """Check the section; return None where it is switched off.
 
-    Args:
-        raw: its content in ds_config.json.
-
     Raises:
         ConfigError: unknown keys, wrong types, values that do not exist, combinations that cannot work; one message
             for all of them, with what would be accepted.

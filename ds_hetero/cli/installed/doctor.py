@@ -75,9 +75,6 @@ def model_facts(
 
     Args:
         source: config.json, folder or preset; None if not given.
-        model: from `model_of`.
-        num_heads: query heads, where there is no ``source``.
-        num_kv_heads: key/value heads, where there is no ``source``.
         seq_len: tokens to plan for, where the section has none.
         checkpointing: of the activations of every layer.
 
@@ -114,14 +111,7 @@ def model_facts(
 
 
 def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.Module | None = None) -> JsonDict:
-    """Everything that is printed, as plain data; ``healthy`` says whether training would start.
-
-    Args:
-        config: ds_config.json whose section is checked, if any.
-        facts: of the model to be trained, from `model_facts`.
-        world_size: processes of the job.
-        model: from `model_of`.
-    """
+    """Everything that is printed, as plain data; ``healthy`` says whether training would start."""
     from ds_hetero.cli.installed.doctor_section import examine_section
 
     packages = list(map(_package, installed_packages()))

@@ -54,9 +54,6 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
     """Say what a configuration's section comes to: schedules or pipelines and their prediction, or what is wrong.
 
     Args:
-        config: ds_config.json.
-        model_facts: of the model to be trained.
-        world_size: processes of the job.
         model: without weights, where one was given that transformers can build.
     """
     report: JsonDict = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
@@ -176,8 +173,6 @@ def _pipelines(
 
     Args:
         plan: in the section's file; None where it is searched for.
-        ds_config: DeepSpeed's configuration.
-        world_size: processes of the job.
         model: without weights, where one was given that transformers can build.
 
     Raises:

@@ -155,8 +155,6 @@ def _outlook(
 
     Args:
         name: ``today``, or what is asked.
-        fitted: the cluster's schedule, and whether it fits.
-        remedy: of today's cluster.
         longest: sequence that fits as it is, where that is known.
     """
     cluster = fitted.cost.cluster

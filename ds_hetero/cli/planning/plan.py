@@ -301,11 +301,7 @@ def _pipelines(
     """Search pipelines of unequal stages, or take a published planner's.
 
     Args:
-        scenario: cluster, model and length.
-        global_batch: samples of a step.
         goal: objective, and the longest step.
-        planner: its name.
-        trained: tokens of the whole training.
         as_json: nobody watches.
     """
     from ds_hetero.planner.pipelines.planning import plan_pipelines

@@ -90,13 +90,7 @@ def _documents(
     """Place one batch and print where its documents lie.
 
     Args:
-        scenario: its length is that of the row.
         source: schedule file or strategy; ``plan`` is the best schedule for this batch.
-        documents: file of the lengths.
-        sample: distribution to draw them from, instead.
-        seed: of the drawing.
-        out: picture to write.
-        as_json: print one JSON object instead of tables.
     """
     from ds_hetero.cli.options import draw_batches, read_distribution, read_lengths
     from ds_hetero.planner.documents.for_lengths import plan_for_lengths

@@ -193,8 +193,6 @@ class CalibratedStageCosts(StageCosts):
         """Owners of an element are those who add to its gradient; where owners differ, what they own is on top.
 
         Args:
-            device: whose memory it is.
-            layer: of a layer on a device.
             logits: of the head on a device.
             holders: who add to a gradient.
             cut: devices that cut the parameters of a layer, of embedding and of head.
@@ -298,8 +296,6 @@ class HopTimes:
 
     Args:
         token_bytes: activations of one token.
-        seq_len: tokens of a sequence.
-        pools: of the cluster.
         sequence: says which shares of a sequence the devices of a block have.
     """
 

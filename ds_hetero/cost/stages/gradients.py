@@ -134,7 +134,6 @@ class GradientTimes:
         Those who own too much get less, and the others more, in turns.
 
         Args:
-            pipelines: the plan.
             most_J: parameters that a rank of every part may own.
         """
         weights_J = np.ones(len(most_J))

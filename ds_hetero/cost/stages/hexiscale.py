@@ -85,7 +85,6 @@ class HexiScaleStageCosts(StageCosts):
 
     Args:
         model: its layers count as 12 H^2 parameters, as the paper's do.
-        seq_len: tokens of a sequence.
         code_constants: those of the public code, named ``hexiscale``; False for the print, named ``hexiscale-paper``.
         recomputation: activations are computed again in the backward.
         parameter_bytes: model states per parameter; the code's 8 leave no room for Adam's, which takes 16.

@@ -99,10 +99,7 @@ def run_pipeline(
     """Every action of a pipeline, one after the other as soon as its inputs have arrived: O(S m).
 
     Args:
-        forward_s: of every stage.
-        backward_s: of every stage.
         hop_s: between neighbours, one direction.
-        micro_batches: of the step.
         in_flight: by stage; left out, 1F1B's.
 
     Raises:

@@ -45,8 +45,6 @@ class SequenceStages:
     """Costs and schedules of stages whose devices share sequences.
 
     Args:
-        workload: of the cost model of stages.
-        pools: of the cluster.
         find: a schedule for devices of several pools; None if there is none, and left out, stages of several pools
             exist only where `keep` gave them one.
     """

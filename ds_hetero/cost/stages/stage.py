@@ -152,9 +152,6 @@ class StageMemory(ABC):
         """Peak memory; of arrays, element by element.
 
         Args:
-            layers: of the stage.
-            first: it holds the embedding.
-            last: it holds the head.
             in_flight: micro-batches whose activations it keeps.
             micro_batches: of a step; left out, more than are in flight.
         """
@@ -236,7 +233,6 @@ class StageCosts(ABC):
 
     Args:
         model: what is trained; its layers are all alike.
-        seq_len: tokens of a sequence.
         activation_checkpointing: whether activations are computed again in the backward.
 
     Attributes:
@@ -271,15 +267,7 @@ class StageCosts(ABC):
 
     @abstractmethod
     def stage(self, kind: int, size: int, inner: str, micro_batch_size: int, pipelines: int) -> StageOption | None:
-        """Times and memory of a block of a kind; None if it cannot run a stage at all.
-
-        Args:
-            kind: of its devices.
-            size: devices.
-            inner: how they share the work.
-            micro_batch_size: samples.
-            pipelines: of the plan, which share the optimizer state.
-        """
+        """Times and memory of a block of a kind; None if it cannot run a stage at all."""
 
     def mixed_stage(self, parts: tuple[PoolPart, ...], micro_batch_size: int, pipelines: int) -> StageOption | None:
         """Times and memory of devices of several pools that share sequences; None if they cannot. See `stage`."""
@@ -308,9 +296,6 @@ class StageCosts(ABC):
 
         Args:
             link: index into `Cluster.link_classes`.
-            source: the earlier stage.
-            target: the later stage.
-            micro_batch_size: samples.
         """
 
     @abstractmethod
@@ -329,10 +314,6 @@ class StageCosts(ABC):
         """The last word on one pipeline: its time for all micro-batches, without a closed form's simplification.
 
         Args:
-            forward_s: of every stage.
-            backward_s: of every stage.
-            hop_s: between neighbours.
-            micro_batches: per step.
             in_flight: by stage; left out, 1F1B's. A published model knows those only.
         """
 

@@ -43,7 +43,6 @@ class ElasticEngine:
     """An engine whose state outlives its process.
 
     Args:
-        start: of the job.
         stages: the parameters of the whole model, where each rank holds a stage of it.
     """
 

@@ -27,12 +27,7 @@ from ds_hetero.values.section import SECTION
 
 
 class Installer:
-    """One call of `deepspeed.initialize` with a section; subclasses `install` what it asks for.
-
-    Args:
-        stock: DeepSpeed's own function.
-        given: the arguments of the call, by name.
-    """
+    """One call of `deepspeed.initialize` with a section; subclasses `install` what it asks for."""
 
     def __init__(self, registry: Registry, stock: Function, given: Arguments, ds_config: DsConfig) -> None:
         self._registry, self._stock, self._given, self._ds_config = registry, stock, given, ds_config
@@ -72,7 +67,6 @@ def plain_configuration(ds_config: DsConfig, replica: Replica, sp_size: int | No
     corrects that in the finished engine.
 
     Args:
-        ds_config: DeepSpeed's configuration, as the user gave it.
         sp_size: the sequence-parallel size that the user gave, if any.
 
     Raises:

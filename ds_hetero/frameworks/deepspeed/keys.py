@@ -312,10 +312,6 @@ def key_of(path: str) -> Key | None:
 def expect_supported_keys(ds_config: DsConfig, *, pipelines: bool = False) -> None:
     """Refuse keys of DeepSpeed's with which training would not be that of one process.
 
-    Args:
-        ds_config: DeepSpeed's configuration, the same on every rank.
-        pipelines: whether the job runs pipelines of stages.
-
     Raises:
         ConfigError: names the keys, their values and what to do.
     """

@@ -32,7 +32,6 @@ def expect_one_save(engine: Engine, folder: Path, *, with_optimizer: bool) -> Ma
     """Check that every part of a checkpoint is as one save wrote it, a share of the parts on each rank.
 
     Args:
-        engine: that is about to load it.
         with_optimizer: check the parts that only the optimizer's state is read from.
 
     Returns:

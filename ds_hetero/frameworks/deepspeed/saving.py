@@ -112,7 +112,6 @@ class _PartWriter:
     """Stands in for DeepSpeed's checkpoint engine while a checkpoint is saved.
 
     Args:
-        draft: the folder that the checkpoint is written into.
         stamp: put into every part.
 
     Attributes:
@@ -229,9 +228,6 @@ def save_random_states(writer: CheckpointEngine, folder: Path) -> None:
 
 def restore_random_states(folder: Path, manifest: Manifest) -> None:
     """Go on with the random states of the ranks that saved a checkpoint; on another number of ranks, say that not.
-
-    Args:
-        manifest: of it; its parts are known to be undamaged.
 
     Collectives: one `on_all_ranks`, where as many ranks have saved.
     """

@@ -35,7 +35,6 @@ def train_one_step(
 
     Args:
         handle: of a registration, which is undone afterwards.
-        model: a PreTrainedModel, alike on all ranks.
         batch: with ``input_ids`` and ``labels``.
         ds_config: with a "heterogeneity" section.
 

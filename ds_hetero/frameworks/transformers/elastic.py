@@ -51,7 +51,6 @@ class _Training:
     """One call of `train` in an elastic job.
 
     Args:
-        found: what the memory holds.
         folder: for the small files of the checkpoint that stands for it.
     """
 

@@ -81,7 +81,6 @@ def deal(
 
     Args:
         parts: longest first.
-        bins: receive the work.
         budget_s: a bin takes whole parts as long as it ends within this time.
         least_tokens: parts shorter than two of these are not cut, and fragments are this long where possible.
         widen: cut over so many times the bins that are needed.
@@ -197,10 +196,8 @@ def water_fill(load_s: Sequence[float], per_s: Sequence[float], room: Sequence[i
     shared again.
 
     Args:
-        load_s: work so far, ``[bin]``.
         per_s: seconds per token, ``[bin]``.
         room: most tokens, ``[bin]``.
-        tokens: to be shared.
 
     Returns:
         Tokens of every bin, or None if the rooms do not suffice.

@@ -73,8 +73,6 @@ def place_lengths(
     slower than planned.
 
     Args:
-        lengths: of the documents.
-        padding: tokens outside every document.
         min_cut_tokens: shorter documents are not cut.
 
     Raises:

@@ -36,9 +36,7 @@ def make_placement(
     """The placement of one batch row.
 
     Args:
-        schedule: the replica's schedule.
         documents: intervals of the row, ascending and disjoint.
-        length: tokens of the row.
         placed: units of every document with their tokens.
         heads: of every node, where documents over all units exchange heads between nodes.
     """
@@ -148,9 +146,7 @@ def place_by_heads(
     Of thousands of documents only ``best`` is looked at.
 
     Args:
-        lengths: of the documents.
         best: the placement whose keys and values are passed on.
-        num_heads: query heads.
         padding: tokens outside every document.
     """
     counts = set(map(len, costs.units_by_node))
@@ -186,8 +182,6 @@ def loads_by_heads(lengths: Sequence[int], pieces: Sequence[Pieces], costs: Unit
     The i-th unit of a node computes its node's share of the heads for the tokens of the i-th units of all nodes.
 
     Args:
-        lengths: of the documents.
-        pieces: units of every document, with their tokens.
         costs: of the units, as many in every node.
         heads: of every node.
     """

@@ -222,10 +222,6 @@ def ideal_s(lengths: Sequence[int], costs: UnitCosts, padding: int = 0) -> float
     With a_d and b_d the times that unit d alone needs outside attention and in it, the linear program
     min T,  sum x = sum y = 1,  x_d a_d + y_d b_d <= T  has the dual  max over r of (1 + r) / sum_d max(1/a_d, r/b_d),
     which peaks where r is the ratio b_d / a_d of some unit. With equal ratios this is work over the sum of speeds.
-
-    Args:
-        lengths: of the documents.
-        padding: tokens outside every document.
     """
     tokens, squares = sum(lengths) + padding, sum(map(mul, lengths, lengths))
     outside, within = 0.0, 0.0  # sums of 1 / a over units of a ratio of r or more, of 1 / b over the others
@@ -306,8 +302,6 @@ def ring_bytes(
     """Bytes of all messages of the rings of one layer, forward and backward, by `LINK_KINDS`; over all ranks.
 
     Args:
-        placement: of a batch, with its rows.
-        node_of_rank: by the ranks of the placement's schedule.
         kv_bytes: of one token and one KV head.
         causal: as in `RingTable`.
         window: as in `RingTable`.
@@ -334,8 +328,6 @@ def exchange_bytes(placement: Placement, node_of_rank: Sequence[int], kv_bytes: 
     backward does the same with gradients, of the same size. A token that moves does so with all heads.
 
     Args:
-        placement: of a batch, with its rows.
-        node_of_rank: by the ranks of the placement's schedule.
         kv_bytes: of one token and one KV head.
     """
     of_head = (kv_bytes.forward + kv_bytes.backward) / 2  # of one query or key or value head, in all passes

@@ -23,7 +23,6 @@ def placement_loads(placement: Placement, documents: Sequence[Range], costs: Uni
     """The loads of a placement of these documents, or of the stream that they are packed into.
 
     Args:
-        placement: of one batch row.
         documents: intervals of the row, ascending and disjoint.
     """
     if placement.moves:

@@ -59,9 +59,7 @@ def place_remapped(
     """The faster of ``best`` and the best for attention alone, with tokens moved for the linear layers.
 
     Args:
-        lengths: of the documents.
         best: the placement without moves.
-        padding: tokens outside every document.
         min_cut_tokens: shorter documents are not cut.
 
     Raises:
@@ -96,7 +94,6 @@ def moved_loads(loads: Loads, held: Sequence[int], transfers: Iterable[TokenTran
 
     Args:
         loads: where every token is held by the unit that attends to it.
-        held: tokens of every unit outside attention.
         transfers: between units, from attention.
     """
     attended = zip(loads.attention_s, loads.tokens, costs.edges_s, strict=True)
@@ -149,10 +146,7 @@ def remap(have: Sequence[int], want: Sequence[int], node: Sequence[int], costs: 
     """Who sends how many tokens to whom; everyone keeps ``min(have, want)`` of its own.
 
     Args:
-        have: tokens of every unit, or of every rank.
         want: tokens that it should have; the same sum.
-        node: where it is.
-        costs: of sending.
     """
     assert sum(have) == sum(want), (have, want)
     surplus = [a - b for a, b in zip(have, want, strict=True)]
@@ -179,7 +173,6 @@ def least_remap_s(
 
     Args:
         surplus: tokens that a unit has too many; negative where it has too few; they sum to 0.
-        node: of every unit.
         inside_s: seconds to send a token inside a node, less than ``between_s``.
         between_s: seconds to send a token to another node.
     """

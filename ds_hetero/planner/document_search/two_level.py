@@ -49,7 +49,6 @@ def over_one_node_s(lengths: Sequence[int], nodes: Bins, costs: UnitCosts) -> tu
     """Documents dealt whole to nodes, longest first: the predicted time of `over_one_node`, and who holds what.
 
     Args:
-        lengths: of the documents.
         nodes: empty bins, one per node, with the speed of all its units.
 
     Returns:
@@ -134,9 +133,7 @@ def two_level(
     """Place all documents.
 
     Args:
-        lengths: of the documents.
         order: their indices, longest first.
-        bound_s: ideal time of the block.
         effort: how much more than the ideal time a unit and a node may take.
         least_tokens: fragments are this long where possible.
 
@@ -281,7 +278,6 @@ def rebalance(
     A part may leave the slowest bin, gain the fastest bin, or both.
 
     Args:
-        parts: what was dealt, longest first.
         placed: bins of every part with their tokens; changed in place.
         bins: hold the parts; changed in place.
         receive_s: seconds per token that a bin receives, ``[bin]``.

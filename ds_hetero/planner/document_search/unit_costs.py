@@ -197,8 +197,6 @@ def routed_s_per_byte(inside_s: float, between_s: float, senders: int, receivers
     Args:
         inside_s: seconds per byte between two ranks of a node.
         between_s: the same of two nodes.
-        senders: ranks of the sending node.
-        receivers: ranks of the receiving node.
     """
     proxies = min(senders, receivers)
     hop_s = inside_s * (proxies - 1) / proxies

@@ -100,10 +100,6 @@ class PlannedForLengths:
 def plan_for_lengths(cost: CalibratedCostModel, batches: Sequence[Sequence[int]]) -> PlannedForLengths:
     """Choose the schedule whose units place these batches fastest.
 
-    Args:
-        cost: the cost model; its workload gives the tokens of a row.
-        batches: lengths of the documents of every batch row.
-
     Raises:
         PlanError: no candidate has room for the batches.
     """

@@ -109,9 +109,6 @@ def least_gain(error: float) -> float:
     """Share of the stream's time that a placement has to save, as predicted, to be taken without being asked for.
 
     Both times are predicted, and the error of their quotient is that of two independent errors.
-
-    Args:
-        error: of the prediction of a step, as a share.
     """
     return sqrt(2) * error
 
@@ -132,10 +129,6 @@ def place_documents(
     they are computed outside attention.
 
     Args:
-        schedule: the replica's schedule.
-        documents: intervals of the row, ascending and disjoint.
-        length: tokens of the row.
-        costs: of the schedule's units.
         min_cut_tokens: shorter documents are never cut.
         remap: whether tokens move between attention and linear layers. ``"where_faster"``: where the block is predicted
             to take at most `WORTH_MOVING` of the time, and the costs of moving are known.
@@ -192,11 +185,6 @@ def place_by_published(
     """Place the documents of one batch row as a published planner says; padding goes where time is left.
 
     Args:
-        planner: its name.
-        schedule: the replica's schedule.
-        documents: intervals of the row, ascending and disjoint.
-        length: tokens of the row.
-        costs: of the schedule's units.
         remap: as in `place_documents`.
 
     Raises:

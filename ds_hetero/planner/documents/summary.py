@@ -120,10 +120,6 @@ def documents_of(lengths: Sequence[int], length: int) -> tuple[Range, ...]:
 def report_documents(cost: CalibratedCostModel, schedule: Schedule, lengths: Sequence[int]) -> DocumentsReport:
     """Place documents that follow one another in a row of the workload's length, and say what that means.
 
-    Args:
-        cost: the cost model; its workload gives the tokens of the row.
-        schedule: gives the units.
-
     Raises:
         PlanError: the documents do not fit into the row.
         BatchError: the row does not fit into memory.

@@ -57,7 +57,6 @@ def split_global_batch(
     Args:
         fill_s: time of the first micro-batch, by pipeline.
         period_s: of each following one.
-        sizes: samples of a micro-batch.
     """
     if sum(sizes) > samples:
         return None

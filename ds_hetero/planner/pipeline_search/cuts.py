@@ -84,14 +84,7 @@ class LayerCuts:
     def of_links(
         self, blocks: tuple[DeviceBlock, ...], links: tuple[int, ...], micro_batch_size: int, pipelines: int
     ) -> tuple[LayerCut, ...]:
-        """Look cuts up by all that they depend on: kinds of blocks, links between them, and room for layers.
-
-        Args:
-            blocks: of the stages, on whatever nodes.
-            links: classes of the links between neighbours.
-            micro_batch_size: samples.
-            pipelines: of the plan.
-        """
+        """Look cuts up by all that they depend on: kinds of blocks, links between them, and room for layers."""
         costs, num_layers, stages = self.costs, self.costs.model.num_layers, len(blocks)
         if stages > num_layers:
             return ()
@@ -134,10 +127,6 @@ def make_cut(
     """Return the cut with given layers; None if it does not fit into memory or a block cannot run a stage.
 
     Args:
-        blocks: of the stages.
-        layers: of every stage.
-        micro_batch_size: samples.
-        pipelines: of the plan.
         fits: refuse what does not fit into memory.
     """
     options, stages = stage_options(costs, blocks, micro_batch_size, pipelines), len(blocks)

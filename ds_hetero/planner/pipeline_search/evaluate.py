@@ -62,7 +62,6 @@ class Evaluator:
     """Judges plans under one cost model, global batch and objective.
 
     Args:
-        samples: the global batch.
         cuts: layer cuts to share with other evaluators of the same cost model.
 
     Attributes:
@@ -184,9 +183,6 @@ def judge(
     """Judge given layers and micro-batches by the last word on every pipeline (`StageCosts.pipeline_s`).
 
     Args:
-        shapes: blocks of every pipeline.
-        cuts: layers likewise.
-        micro_batches: likewise.
         pipeline_s: the last word, where it is kept.
     """
     if pipeline_s is None:

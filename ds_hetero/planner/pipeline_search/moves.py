@@ -92,8 +92,6 @@ def neighbouring_plans(
     """Yield plans that are one move away.
 
     Args:
-        pools: the devices.
-        sizes: of micro-batches that may be tried.
         inners: ways in which blocks of several devices may share their work.
         rng: draws the pipelines to change, where there are many.
     """

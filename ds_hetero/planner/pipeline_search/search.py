@@ -121,13 +121,9 @@ class Search:
     """One search.
 
     Args:
-        evaluate: judges plans.
-        sizes: micro-batches to try.
         inners: ways in which blocks of several devices may share their work.
         effort_s: what may be spent, by `Evaluator.spent_s`.
-        progress: see `Progress`.
         last_word: plans that are compared by the recurrence in the end.
-        seed: of the restarts.
     """
 
     def __init__(
@@ -152,11 +148,7 @@ class Search:
         self._close: dict[tuple[int, ...], PlanCandidate] = {}
 
     def run(self, warm: Iterable[Shapes] = ()) -> SearchResult | None:
-        """Search from plans that are known, and from all starts; None if no start fits.
-
-        Args:
-            warm: plans to begin with.
-        """
+        """Search from plans that are known, and from all starts; None if no start fits."""
         interrupted = False
         kept: list[PlanCandidate] = []
         try:

@@ -116,11 +116,6 @@ def uniform_grids(costs: StageCosts, samples: int, sizes: Sequence[int]) -> Iter
     """Yield every grid of equal pipelines over all devices, by name ``tp2 pp4 dp2 b1``.
 
     Tensor-parallel groups that span kinds or nodes are left out; so are grids that do not divide layers or batch.
-
-    Args:
-        costs: gives devices and model.
-        samples: the global batch.
-        sizes: micro-batches to try.
     """
     pools, num_layers = costs.pools, costs.model.num_layers
     pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}

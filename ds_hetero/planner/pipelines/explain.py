@@ -34,13 +34,7 @@ def shape_text(candidate: PlanCandidate) -> str:
 def reasons_of(
     costs: StageCosts, finished: Finished, value: float = 1.0, others: Sequence[PlanCandidate] = ()
 ) -> list[str]:
-    """Return what decides the time of a plan: a stage, a link or the gradients; its memory; and the next best shape.
-
-    Args:
-        finished: the plan.
-        value: what the objective says of it.
-        others: plans that came close, best first.
-    """
+    """Return what decides the time of a plan: a stage, a link or the gradients; its memory; and the next best shape."""
     candidate = finished.candidate
     slowest = finished.pipeline_s.index(finished.pipelines_s)
     cut, blocks = candidate.cuts[slowest], candidate.shapes[slowest].blocks

@@ -70,11 +70,6 @@ def judge_given(
 ) -> tuple[StageCosts, Finished]:
     """Predict a plan with its own recomputation and owners of optimizer state.
 
-    Args:
-        plan: of pipelines, from a file.
-        cost_model: its name, see `make_stage_costs`.
-        workload: of one pipeline.
-
     Returns:
         The cost model with what the plan says, and the prediction.
 

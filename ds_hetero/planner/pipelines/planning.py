@@ -89,11 +89,9 @@ def plan_pipelines(
     Args:
         cluster: all devices; some may stay idle.
         workload: length, attention and loss. Batches and recomputation are chosen here.
-        global_batch: samples per optimizer step.
         costs: the cost model, which fixes recomputation; left out, the calibrated one with and without it.
         objective: one of `ds_hetero.cost.price.OBJECTIVES`.
         at_most_s: longest step that is acceptable.
-        micro_batch_sizes: samples of a micro-batch that may be tried.
         inners: ways in which ranks of a stage may share its work, where ``costs`` is left out.
         effort_s: of the search, in seconds of a usual core by a count of evaluations.
         progress: called with every better plan.

@@ -76,13 +76,7 @@ def replan(
     """Plan again for the devices that are left.
 
     Args:
-        plan: the old one.
-        cluster: that it was made for.
         make_costs: cost models for a cluster, the plan's own first; others recompute where it does not, or the like.
-        lost: ranks of ``cluster`` that are gone.
-        added: nodes that are new.
-        effort_s: of the search, see `Search`.
-        progress: called with every better plan.
 
     Raises:
         PlanError: a lost rank does not exist, none is left, the plan is for another cluster, or nothing fits.

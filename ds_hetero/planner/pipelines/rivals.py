@@ -50,14 +50,7 @@ def best_grid(
 def best_published(
     planner: PublishedPlanner, models: Sequence[StageCosts], objective: Objective, samples: int, sizes: Sequence[int]
 ) -> Rival:
-    """Return the plan of a published planner of pipelines, the best over some cost models.
-
-    Args:
-        planner: one that plans pipelines.
-        models: with and without recomputation, say.
-        samples: the global batch.
-        sizes: of micro-batches that may be tried.
-    """
+    """Return the plan of a published planner of pipelines, the best over some cost models."""
     assert planner.pipelines is not None
     plans = [planner.pipelines(costs, objective, samples, sizes) for costs in models]
     best = min((plan for plan in plans if plan is not None), key=lambda plan: plan.value, default=None)
@@ -82,8 +75,6 @@ def best_sequence(
 
     Args:
         workload: its ZeRO stage is used; its batches are not.
-        samples: the global batch.
-        sizes: of micro-batches that may be tried.
         known: its value for the best other plan.
     """
     name, num_ranks = "sequence parallelism", cluster.num_ranks

@@ -38,8 +38,6 @@ class ProportionalEstimate:
     computes as long as ``max over groups (max model time + max attention time)``.
 
     Args:
-        schedule: the present one.
-        observation: what it costs every rank.
         causal: attention is causal; in a zigzag layout this makes no difference.
     """
 
@@ -176,10 +174,7 @@ class Replanner:
     """The policies of all replicas; rank 0 has one.
 
     Args:
-        num_replicas: replicas of the job.
         costs: the cost model of every replica; none where the cluster is not known.
-        min_gain: the section's.
-        layout: the section's, None for the planner's choice.
         causal: attention is causal.
     """
 
@@ -231,10 +226,7 @@ class PlannedEstimate:
     """The cost model with every device as fast as it was measured to be under the present schedule.
 
     Args:
-        schedule: the present one, in global ranks.
-        observation: of its steps.
         cost: of the replica's cluster as it is described.
-        layout: the section's.
         before: speeds of the ranks as far as they were known.
 
     Attributes:

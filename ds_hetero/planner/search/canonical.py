@@ -27,7 +27,6 @@ def make_problem(
     """The search problem of a cost model, in canonical order.
 
     Args:
-        cost: what is minimized.
         layout: ``"contiguous"``, or zigzag for anything else.
         token_unit: tokens are handed out in multiples of this.
         head_units: granularities of head cuts; left out, whole KV heads, which then travel once, and single heads.

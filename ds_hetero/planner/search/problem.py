@@ -265,12 +265,7 @@ class EvaluationBudget:
 
 
 class Shortlist:
-    """The best assignments so far, one per partition of the working ranks; of equal ones the earlier.
-
-    Args:
-        keep: how many.
-        slower: how many times as slow as the best they may be.
-    """
+    """The best assignments so far, one per partition of the working ranks; of equal ones the earlier."""
 
     def __init__(self, keep: int, slower: float = np.inf) -> None:
         self._keep, self._slower = keep, slower

@@ -129,7 +129,6 @@ def _runs(
     One copy serves a run, so that equal shares take as many launches as in an exchange that knows nothing else.
 
     Args:
-        flat: the members' parts, one behind the other.
         shape: s, B and D.
     """
     begins = (0, *accumulate(sizes))

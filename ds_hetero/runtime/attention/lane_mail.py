@@ -22,7 +22,6 @@ class KVBlocks:
     """Keys and values that travel.
 
     Args:
-        like: a tensor [B, h, S, D] on the same device.
         own: what travels of this rank's own.
 
     Attributes:

@@ -58,9 +58,6 @@ class LocalBatch:
         """Numbers that every rank sends to the others, ``[8]`` in the order of ``_HEADER``.
 
         They are made where they are needed, so that no rank waits for its device before it reads those of all.
-
-        Args:
-            device: where the header shall be.
         """
         position_sum: Tensor | int = ABSENT
         position_moment: Tensor | int = ABSENT
@@ -180,9 +177,6 @@ def placement_of_shards(
     """The placement for which the shards were cut: the loader's, or one that fits their sizes and positions.
 
     Args:
-        schedules: that the replica has and had, latest first.
-        own: the placement that this rank's shard brought along.
-        headers: of all ranks.
         expects_plain: shards of unknown origin must have plain positions, since others are placed by documents.
     """
     held = [header["tokens"] for header in headers]

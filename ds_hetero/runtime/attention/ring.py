@@ -144,7 +144,6 @@ class LaneForward:
 
     Args:
         tensors: q, k, v, and out and lse to be filled, of the lane's tokens.
-        channel: of all lanes of the layer.
 
     Attributes:
         kept: after the last round, the remote KV that came last.
@@ -188,15 +187,7 @@ class LaneForward:
 
 
 class LaneBackward:
-    """The backward of one lane on its way round the ring: KV blocks that are held, and partial dK/dV that travel home.
-
-    Args:
-        dout: of the lane's tokens.
-        saved: of the lane's tokens.
-        kept: from the lane's forward.
-        grads: dq, dk and dv of the lane's tokens, to be added to.
-        channel: of all lanes of the layer.
-    """
+    """The backward of one lane on its way round the ring: KV blocks here, and partial dK/dV that travel home."""
 
     def __init__(
         self,

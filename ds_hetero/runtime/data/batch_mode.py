@@ -104,7 +104,6 @@ def expect_unsharded(reports: Sequence[LoaderReport], divides_samples: bool) -> 
     """Check the loaders of replicas that take different batches.
 
     Args:
-        reports: of all ranks of the world.
         divides_samples: whether the loader's samples are those of the whole job, to be divided among the replicas.
 
     Raises:

@@ -119,9 +119,6 @@ def exchange_reports(
     """Tell all ranks what this rank has read for a fetch, or that it could not.
 
     Args:
-        number: of the fetch in the epoch.
-        payload: for every rank.
-        error: what kept this rank from reading.
         keeps_some: this rank keeps a batch of the fetch whole.
 
     Caller: every rank of the world.
@@ -154,10 +151,6 @@ class Fetcher(ABC):
 
     def fetch(self, replica: Replica, batches: PlanningAhead, number: int) -> list[Entries]:
         """This rank's shards of the next batches, one per step; none at the epoch's end.
-
-        Args:
-            replica: this rank's replica, with the schedule to cut for.
-            number: of the fetch in the epoch.
 
         Caller: every rank of the world.
 
@@ -240,7 +233,6 @@ class PlanningAhead:
     """The placed batches of one epoch, those of at most one fetch ahead.
 
     Args:
-        batches: the loader that they are read from.
         placer: gives what places a batch that is drawn now; every rank of a replica changes it between the same steps.
     """
 

@@ -67,7 +67,6 @@ class OwnBatches(Fetcher):
     """Each rank holds a batch of its own; all shards travel at once.
 
     Args:
-        placer: decides who holds which positions of a batch.
         lengths: batches of an epoch on each rank of the replica; None where a loader does not know.
     """
 
@@ -117,8 +116,6 @@ class DividedBatches(Fetcher):
     A replica that has fewer is given filler batches, in which no label counts, for the rest of the step.
 
     Args:
-        placer: decides who holds which positions of a batch.
-        split: the batches of all replicas.
         reader: what chooses this replica's samples; None where the caller has chosen them.
         lengths: batches of an epoch on each replica; None where a loader does not know.
     """
@@ -193,7 +190,6 @@ def make_fetcher(batches: WholeBatches, replica: Replica, placer: Placer, reques
 
     Args:
         batches: this rank's batches. Where the replicas take different ones, it is changed to read this replica's.
-        placer: decides who holds which positions of a batch.
         requested: the mode that the user requested, if any.
 
     Caller: every rank of the world.

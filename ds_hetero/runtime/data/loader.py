@@ -51,11 +51,8 @@ class ShardedLoader:
         dataloader: yields mappings; map-style or iterable, or any iterable of batches.
         batches: ``"same"`` if all ranks of a replica are given the same batch, ``"own"`` if each has its own; left
             out, it is detected, and logged by rank 0.
-        reading: what is made of a batch before it is cut.
-        placer: decides who holds which positions of a batch.
         plan_ahead: gives what ``placer`` is at the moment; with it, a `DataLoader` is read one fetch ahead, and what it
             gave is placed in a thread while the step computes. Left out, batches are read and placed when due.
-        names: by which the framework's loaders show their parts.
 
     Caller: every rank of the world.
     Collectives: once, a short description of every rank's loader over the world, and again if first batches have to be

@@ -45,7 +45,6 @@ class UnitCounts(NamedTuple):
 
         Args:
             batch: mappings may hold ``labels`` or ``shift_labels``, of which -100 do not count.
-            rows: its samples.
         """
         labels, moved = labels_of(batch)
         if labels is None:
@@ -102,7 +101,6 @@ def probe(compute: Callable[[Batch], Tensor | None], batch: Batch, rows: int, *,
 
     Args:
         compute: the loss of such a batch, without gradients and without randomness; None where there is none.
-        batch: of this rank: tensors in mappings and sequences.
         by_items: see `Probe`.
 
     Caller: every rank that shares parameters of the model; no collectives of its own.
@@ -145,11 +143,6 @@ def expect_documents_apart(compute: Callable[[Batch], Tensor | None], batch: Bat
 
     Where a rank's batch is a row of several documents, the loss of the last one is computed with two sets of tokens
     before it.
-
-    Args:
-        compute: see `probe`.
-        batch: of this rank.
-        name: of the model.
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`; those of two forwards and one `on_all_ranks` more where a rank has such a row.

@@ -86,9 +86,6 @@ class SampleLoader(LoaderAround):
         dataloader: a `DataLoader` of all samples, the same on every rank, whose batch size does not matter; any other
             iterable is taken to hold this rank's micro-batches, all full.
         trainee: the module, with the batches of all ranks.
-        device: where the tensors of a batch shall be.
-        batches: see `ds_hetero.runtime.data.loader.ShardedLoader`.
-        names: by which the framework's loaders show their parts.
         is_of_rank: see `replica_samples`.
 
     Caller: every rank of the world.
@@ -268,10 +265,6 @@ class SampleLoader(LoaderAround):
 
 def _expect_samples(batch: Any, samples: int) -> None:
     """Check that something in a micro-batch has one row per sample, so that the collate function dropped none.
-
-    Args:
-        batch: tensors, strings and numbers in mappings and sequences.
-        samples: that it is to have.
 
     Raises:
         BatchError: nothing has as many rows.

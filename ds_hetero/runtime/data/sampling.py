@@ -103,8 +103,6 @@ class ReplicaSampler(_Steps, Sampler[list[int]]):
 
     Args:
         batch_sampler: yields lists of sample indices; ``batch_sampler.sampler`` is where shuffling is seeded.
-        split: how each step's samples are shared.
-        replica: index of this replica.
     """
 
     def __init__(self, batch_sampler: Any, split: BatchSplit, replica: int) -> None:
@@ -160,11 +158,7 @@ class ReplicaStream(_Steps, IterableDataset[Any]):
     """The samples of one replica out of an iterable dataset.
 
     Args:
-        dataset: yields the samples of all replicas.
-        batch_size: samples of a batch of one process.
         drop_last: leave out samples at the end that do not fill a batch of one process.
-        split: how each step's samples are shared.
-        replica: index of this replica.
     """
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool, split: BatchSplit, replica: int) -> None:
@@ -199,8 +193,6 @@ def replica_samples(
     """A loader like ``dataloader``, a plain `DataLoader`, that yields this replica's micro-batches.
 
     Args:
-        split: how each step's samples are shared.
-        replica: index of this replica.
         is_of_rank: its batch size is a rank's, so that ``drop_last`` leaves out what fills no micro-step of all ranks.
 
     Raises:

@@ -58,7 +58,6 @@ def exchange_shards(
     """Trade this rank's whole batch for this rank's shard of every batch.
 
     Args:
-        placed: this rank's batch; None if it has none.
         manifests: of all ranks of the replica; empty for a rank without a batch.
         placer: decides who holds which positions of the batches of the other ranks.
 
@@ -169,9 +168,6 @@ def gather_tokens(shard: Tensor, placement: Placement, replica: Replica) -> Tens
 
         shard    [B, s, ...]; [B, 1, ...] on a rank without tokens, which is left out
         result   [B, L, ...], the same on every rank
-
-    Args:
-        shard: of this rank's tokens, in their order.
 
     Caller: every rank of the replica.
     Collectives: one all_gather of [B, max s, ...] forward, none backward. The gradient of ``shard`` is its part of the

@@ -232,10 +232,6 @@ def model_inputs(shard: Batch, device: torch.device) -> Entries:
 
     A model cannot be run on no token at all, so a rank without tokens gets one column that stands for none. Labels of a
     model that predicts each token in its own place become ``shift_labels``.
-
-    Args:
-        shard: from `PlacedBatch.shard`.
-        device: where tensors shall be.
     """
     entries = dict(shard)
     if "labels" in entries:

@@ -54,12 +54,7 @@ class BatchReading:
 
 
 class WholeBatches:
-    """The batches of one loader, before they are cut.
-
-    Args:
-        names: by which loaders show their parts.
-        reading: of every batch.
-    """
+    """The batches of one loader, before they are cut."""
 
     def __init__(self, dataloader: Any, names: LoaderNames, reading: BatchReading) -> None:
         self.names, self._epochs = names, Epochs(dataloader, names)
@@ -206,7 +201,6 @@ class WholeBatches:
 
         Args:
             num_again: that were read after those, and are to be used.
-            state: of the loader, from `state`.
             start: from `start_of_epoch`.
         """
         self._begun = self._loaded_state = None

@@ -94,9 +94,6 @@ class Calls:
         """Record a fetch; return what was called since the last one.
 
         A loader that is read by a thread of its own, ahead of the training, says nothing about steps.
-
-        Args:
-            number: of the fetch in its epoch.
         """
         forwards, backwards, steps = (self._since_fetch[call] for call in (FORWARD, BACKWARD, STEP))
         counts = Counts(forwards, backwards, steps, number)

@@ -58,9 +58,7 @@ class Watch:
     """Watch of this rank over the others, by threads of its own.
 
     Args:
-        group: of all ranks of the job.
         timeout_s: after which a rank that waits in vain may take one that does not answer for gone.
-        attempt: see `Board`.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, attempt: str = "") -> None:

@@ -51,11 +51,6 @@ def micro_batches(plan: Plan, pipeline: int, batch: WholeBatch) -> list[WholeBat
 
     A global batch with fewer rows than the plan's, as the last one of an epoch, leaves the last pipelines with less.
 
-    Args:
-        plan: with the batches of all pipelines.
-        pipeline: index of the pipeline.
-        batch: the global batch.
-
     Raises:
         BatchError: it has more rows than the plan's pipelines take.
     """
@@ -87,8 +82,6 @@ class SameBatches(LoaderAround):
 
     Args:
         dataloader: yields mappings with ``input_ids`` and ``labels``.
-        device: where the tensors of a batch shall be.
-        names: by which the framework's loaders show their parts.
     """
 
     def __init__(self, dataloader: Iterable[Any], device: torch.device, names: LoaderNames = TORCH_LOADERS) -> None:

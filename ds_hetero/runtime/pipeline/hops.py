@@ -41,10 +41,6 @@ class BoundaryGroups(NamedTuple):
 def make_boundary_groups(plan: Plan, groups: ProcessGroups) -> dict[tuple[int, int], BoundaryGroups]:
     """Make the groups of every boundary of every pipeline, by pipeline and earlier stage.
 
-    Args:
-        plan: what all ranks do.
-        groups: made so far, to be used again.
-
     Caller: every rank of the world, in the same order as whatever else makes process groups.
     Collectives: two new_group for every boundary, and one for every tensor-parallel stage, that ``groups`` does not
         have.
@@ -79,7 +75,6 @@ class Receiving:
     """Messages of one micro-batch that this rank has asked for.
 
     Args:
-        works: on which to wait for them.
         parts: where the intervals of a message lie among the tokens of ``result``, and its tensor.
         result: [b, c, H], to be filled.
         gather: makes of it what all ranks of the stage have; None where they hold no copies.

@@ -100,8 +100,6 @@ class PipelineRunner(Generic[B]):
 
     Args:
         neighbours: of the stage, see `neighbours_of`.
-        width: H.
-        dtype: of the activations between stages.
         clock: told of the passes of training, not of those of evaluation.
     """
 

@@ -43,7 +43,6 @@ def convolution(
         x: this rank's tokens, [B, C, s].
         size: k, of the convolution.
         compute: the convolution of sequences [B, C, n], each token with the k - 1 before it: [B, C, n].
-        batch: from `agree_on_batch`.
 
     Caller: every rank of the replica, once per layer.
     Collectives: one all_to_all_single forward, one backward; none where no rank needs a token of another.

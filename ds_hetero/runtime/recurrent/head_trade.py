@@ -118,11 +118,6 @@ def scatter_tokens(
 ) -> list[Tensor]:
     """Mirror of `gather_all_tokens`: of [B, L, n, ...] to [B, s, N, ...]; heads that several ranks hold are added up.
 
-    Args:
-        tensors: of one data type.
-        cuts: of each tensor.
-        heads: N of each tensor.
-
     Collectives: one all_to_all_single.
     """
     batch_size, own = tensors[0].shape[0], trade.tokens[trade.index]

@@ -57,7 +57,6 @@ class BatchSplit:
         that no pipeline gets more than it has room for.
 
         Args:
-            pipeline: its index.
             samples: samples of the step, at most `samples`.
         """
         start, stop = Split(share(samples, self.samples_of)).ranges[pipeline]

@@ -404,7 +404,6 @@ def read_plan(data: Any, world_size: int | None = None) -> Plan:
     What the file says of its scenario is for reports, and takes no part in the plan.
 
     Args:
-        data: content of the file.
         world_size: ranks of the job; a single schedule is repeated over consecutive blocks of ranks. Left out, it
             stands for one replica.
 

@@ -88,11 +88,6 @@ def carried_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]
 def transfers(source: Stage, target: Stage, length: int) -> tuple[ActivationTransfer, ...]:
     """Return the messages that bring the activations of one stage to another.
 
-    Args:
-        source: the stage that has computed them.
-        target: the stage that needs them.
-        length: tokens of the sequence.
-
     Returns:
         By receiver and by sender, in the order of the stages' ranks; the same on every rank.
 

@@ -91,9 +91,7 @@ def load_any_plan(
     """In place of ``load_checkpoint``: take a checkpoint of pipelines that any plan has saved.
 
     Args:
-        load: the engine's own, which is not called.
         load_dir: as of the method, and so the others.
-        tag: left out, the one that ``latest`` names.
         load_optimizer_states: with moments and the like.
         load_module_only: parameters alone, no counters either.
         kwargs: of the method; without ``load_module_strict`` parameters that are not trained may be left out.

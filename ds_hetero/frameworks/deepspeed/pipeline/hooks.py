@@ -59,7 +59,6 @@ def run_passes(pipelined: PipelinedEngine, forward: Function, *args: object, **b
     """In place of the engine's forward: all passes of a step, or in evaluation the forwards alone.
 
     Args:
-        forward: the engine's own, which is not called.
         args: nothing; a batch is given by names.
         batch: the global batch, the same on every rank.
 

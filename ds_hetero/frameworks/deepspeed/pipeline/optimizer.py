@@ -162,11 +162,6 @@ def owned_of_group(sync: AsymmetricGradientSync, names: Iterable[str]) -> list[n
 def synchronizer_of(stage: StagedModel, plan: Plan, groups: ProcessGroups) -> AsymmetricGradientSync:
     """Return the synchronizer of what this rank holds of a model.
 
-    Args:
-        stage: the model of this rank.
-        plan: what all ranks do.
-        groups: made so far, to be used again.
-
     Caller: every rank of the world.
     Collectives: those of `pipeline_layouts` and of making an `AsymmetricGradientSync`.
     """
@@ -186,7 +181,6 @@ def groups_by_name(groups: Iterable[Content], names: Mapping[int, str]) -> Group
 
     Args:
         groups: of an optimizer, or as `deepspeed.initialize` takes ``model_parameters``.
-        names: of the whole model's parameters, by id.
 
     Raises:
         ConfigError: a parameter is not the model's.

@@ -43,7 +43,6 @@ class Nodes:
 
         Args:
             sizes: ranks of every node.
-            weights: one per rank of the job.
 
         Caller: every rank of the job.
         Collectives: one new_group per node, one more.
@@ -150,10 +149,7 @@ def start_exchange(
     """Start to send tensors to every rank.
 
     Args:
-        send: flat tensors, by the rank that they go to.
         like: tensors of the sizes that arrive, by the rank that they come from.
-        dtype: of all tensors.
-        group: the ranks that take part.
 
     Returns:
         What waits, once, and returns what arrived on the accelerator, by the rank that it comes from.

@@ -72,10 +72,6 @@ def agree_on_owners(
 ) -> tuple[tuple[float, ...], Nodes | None]:
     """Decide the ZeRO shares of all ranks and check them against the rest of the configuration.
 
-    Args:
-        start: what the ranks have agreed on for the model.
-        optimizer: given to ``deepspeed.initialize``, if any.
-
     Returns:
         One weight per rank, the same on every rank; and the nodes each of which owns everything, if any.
 
@@ -121,8 +117,6 @@ def expect_possible(
 
     Args:
         weights: one per rank; equal ones are always possible.
-        model: the model; None where it is not known.
-        optimizer: given to ``deepspeed.initialize``, if any.
 
     Raises:
         ConfigError: they cannot; the message names what stands against it.

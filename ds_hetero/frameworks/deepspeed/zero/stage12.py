@@ -177,7 +177,6 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         """Take over what `read_checkpoint` returned.
 
         Args:
-            groups: this rank's part of every parameter group.
             state: of one shard, for what is the same in all of them.
             load_from_fp32_weights: take the saved master weights, else those of the model, which has been loaded.
         """

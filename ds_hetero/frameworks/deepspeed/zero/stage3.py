@@ -83,7 +83,6 @@ def recut(
     Collectives: one all-gather per parameter; no more than one is whole at a time.
 
     Args:
-        params: ZeRO-3 parameters.
         weights: positive, one per rank.
         nodes: each of which is to own all parameters.
         one_by_one: have later gathers take one parameter at a time (``stage3_allgather_sequential``).
@@ -321,9 +320,6 @@ def gather_experts_at_once(containers: Iterable[nn.Module]) -> None:
 
     Otherwise it counts every call inside, plans later gathers by that count, and ranks whose tokens choose other
     experts wait for each other in different collectives. DeepSpeed does so itself for three classes of transformers.
-
-    Args:
-        containers: modules that hold all experts of a layer.
     """
     for container in containers:
         set_z3_leaf_module(container, True)
@@ -365,8 +361,6 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     Args:
         weights: positive, one per rank, as `check_weights` wants them.
         nodes: each of which owns all parameters; None where the job owns them once.
-        args: of `DeepSpeedZeroOptimizer_Stage3`.
-        kwargs: of the same.
     """
 
     def __init__(
@@ -558,10 +552,6 @@ def equal_shards(flat: Tensor, params: Sequence[ZeroParameter], name: str = "wei
 
     Caller: every rank, with the same parameters.
     Collectives: one all_to_all_single for each of `chunks`; of copies in every node, inside the node.
-
-    Args:
-        flat: a value for each element of the shards.
-        name: of what is exchanged, for the error.
 
     Raises:
         CheckpointError: ``flat`` is no such thing, as with optimizers that quantize their state by blocks.

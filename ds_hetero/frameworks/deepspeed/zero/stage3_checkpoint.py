@@ -41,9 +41,6 @@ class Stage3Checkpoints:
 
     Each method runs around the method of the engine that its first line names, and is given that as ``method``. Files
     and their names are DeepSpeed's; universal checkpoints stay DeepSpeed's to load.
-
-    Args:
-        engine: of stage 3, with an optimizer.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -258,7 +255,6 @@ def own_frozen_shards(saved: Saved, engine: Engine, names: set[str]) -> dict[str
     """This rank's shards of the frozen parameters, by name.
 
     Args:
-        saved: from `examine_files`.
         names: of what the checkpoint holds as frozen, which includes parameters without elements.
 
     Raises:

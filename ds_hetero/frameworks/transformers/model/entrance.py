@@ -79,7 +79,6 @@ def expect_arguments(model: Called, arguments: Batch, *, in_call: bool) -> None:
     """Refuse arguments with which a forward on shards would not compute what one process computes.
 
     Args:
-        arguments: of the forward, by name.
         in_call: whether they are those of a sharded call, which takes whole batches.
 
     Raises:
@@ -305,8 +304,6 @@ def add_loss(
 
     Args:
         outputs: of the model, with ``logits`` [B, s, V] and without a loss; others are left as they are.
-        batch: the arguments of the model.
-        forward: the forward that made them.
         router_term: what the model adds to the mean loss of its tokens for its routers.
         loss_sum: makes this rank's token losses added up, where ``outputs`` have no logits.
 

@@ -76,7 +76,6 @@ class ShardedCall:
 
     Args:
         arguments: of the call, by name: the whole batch, and what else the model takes.
-        wanted: what it is to return.
 
     Attributes:
         inputs: what to call the model with instead.
@@ -116,9 +115,6 @@ class ShardedCall:
 
     def put_together(self, outputs: Any) -> Any:
         """Results of the whole batch from those of the shard.
-
-        Args:
-            outputs: of the model, or of its decoder.
 
         Caller: every rank of the replica.
         Collectives: one all_gather for each result of tokens, one all_reduce of two numbers for a loss.

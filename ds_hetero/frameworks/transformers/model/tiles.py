@@ -68,7 +68,6 @@ class Tiles:
         """Results of a function of the logits of a tile, added up over the tiles.
 
         Args:
-            run: the model's own ``forward``.
             made: what the decoder returned for the shard, [B, s, D].
             batch: the shard, with ``shift_labels`` [B, s] and ``input_ids`` [B, s] or ``inputs_embeds``.
             of_logits: called with logits and labels of every tile, and again in the backward.

@@ -114,9 +114,6 @@ class DecoderDoor:
     def cut(self, kwargs: Batch, rank: int) -> tuple[Entries, Tensor | None]:
         """Cut the outer model's tensors of whole sequences for this rank's decoder.
 
-        Args:
-            rank: this process's global rank.
-
         Returns:
             The arguments with the shard's ``position_ids``, and the positions that the outer model made, cut:
             [B, s] or [axes, B, s]; None if it made none.

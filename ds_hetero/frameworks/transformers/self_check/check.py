@@ -76,9 +76,6 @@ class SelfCheck:
 
         Replicas learn nothing of each other's batches here, so that of several only the first batches are checked.
 
-        Args:
-            batch: whole, with labels.
-
         Caller: every rank of the world, between two forwards.
         Collectives: those of `check_batch`, if it is looked at.
 

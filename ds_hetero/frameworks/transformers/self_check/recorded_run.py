@@ -56,7 +56,6 @@ def record_run(
     """Run a model once, and the backward of its loss.
 
     Args:
-        model: called with ``inputs``.
         shape: (B, s) of the inputs; outputs that begin with it, with (1, s) or with B * s are recorded.
         loss_of: takes what the model returned.
         shake: changes the output of the embedding modules, or embeddings among the inputs, to see what rounding does or

@@ -111,7 +111,6 @@ def fill_parameters(model: nn.Module, names: Mapping[str, str], device: torch.de
     Args:
         model: of which parts of other stages are taken out, and tensor-parallel stages are cut.
         names: by name of a parameter in the model, its first one, under which the folder knows it.
-        device: where parameters live.
 
     Raises:
         ModelError: the folder lacks a parameter, or has it in another shape.

@@ -192,7 +192,6 @@ def _cut_by_words(
     """Cut an embedding or a head, and let its class's own forward run on the rows of this rank's words.
 
     Args:
-        module: the embedding or the head, or `Absent`.
         run: `embed_part` or `project_to_part`.
         shards: made so far, by identity of the whole parameter; one that both modules have is cut once.
     """

@@ -106,10 +106,6 @@ def _refusal(check: Callable[[nn.Module], None], model: nn.Module) -> str | None
 def check_stages(model: nn.Module, plan: Plan) -> None:
     """Refuse a model that cannot be cut as the plan says, or another one than the plan is for.
 
-    Args:
-        model: see `check_cuttable`.
-        plan: of pipelines with layers.
-
     Raises:
         ModelError: the model cannot be cut; with the reason.
         PlanError: the plan is for a model with other numbers of layers or heads.

@@ -132,9 +132,6 @@ class StageModel:
         """Hold the layers of another plan, whose ranks and stages are those of the one before.
 
         Parameters of layers that are new here have memory but no values; those of layers that went are freed.
-
-        Args:
-            device: where the parameters shall be.
         """
         self.plan, stage = plan, plan.stage_of(self._rank)
         if stage is None or stage.layers is None:

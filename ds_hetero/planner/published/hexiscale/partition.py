@@ -47,7 +47,6 @@ def partition(weight_V: Floats, bandwidth_VV: Floats, parts: int, *, maximize: b
     """Return the vertices of every group, each group and its vertices ascending.
 
     Args:
-        weight_V: compute of every device.
         bandwidth_VV: between devices, symmetric; the diagonal is ignored.
         parts: groups, at most as many as vertices.
         maximize: give the links between groups as much bandwidth as possible, not as little.
@@ -160,10 +159,6 @@ class _Exchange:
     become lighter first, whatever that costs.
 
     Args:
-        weight_V: of all vertices.
-        edge_VV: of all vertices.
-        group_V: of all vertices.
-        pair: the two groups.
         limits: greatest weight of either.
         least: vertices that either keeps.
     """
@@ -256,9 +251,7 @@ class PipelineMaker:
         """Return the fastest pipeline over these ranks with its time; None if no order of its stages fits into memory.
 
         Args:
-            ranks: of the pipeline.
             groups: into which they are cut, k_i of the paper.
-            pipelines: of the plan.
             micro_batches: that the pipeline trains about.
         """
         key = tuple(ranks), min(groups, len(ranks)), pipelines, micro_batches

@@ -43,9 +43,6 @@ def plan_hexiscale(
     """Return HexiScale's plan, judged by the last word of the cost model; None if no round has one that fits.
 
     Args:
-        costs: the cost model, in place of the paper's appendix A.
-        samples: the global batch.
-        sizes: of micro-batches that are tried.
         rounds: of both phases.
         divide: the first phase, for comparison with another one.
     """

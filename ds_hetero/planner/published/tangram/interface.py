@@ -61,7 +61,6 @@ def form_islands(pools: Pools, tau: float = TAU, merge: float = MERGE) -> list[I
     """Return the islands of a cluster, fastest first.
 
     Args:
-        pools: its devices.
         tau: largest difference of two connected nodes in any metric, relative to the metric's largest value.
         merge: factor by which the bottleneck may grow when two islands become one.
     """
@@ -131,11 +130,6 @@ class Parallelizer(Protocol):
 
 class CheckedParallelizer:
     """Asks a parallelizer and refuses partial plans that cannot be carried out.
-
-    Args:
-        parallelizer: ours, or a foreign one.
-        costs: give the model and the devices.
-        samples: the global batch.
 
     Attributes:
         calls: of the parallelizer, what Tangram's pruning saves.

@@ -85,8 +85,6 @@ class Answers:
         """Return the partial plans of a slice on an island; none if a rule excludes them.
 
         Args:
-            at: layers ``[start, stop)``.
-            island: that trains them.
             first: the island is the first of the pipeline, so that its slices begin at layer 0, and no others do.
             last: the island is the last one, likewise.
         """
@@ -226,8 +224,6 @@ def plan_tangram(
     """Return Tangram's plan; None if no composition fits.
 
     Args:
-        samples: the global batch.
-        sizes: of micro-batches that are tried.
         rules: of pruning; left out, all four.
         variant: what is done otherwise than in the paper; left out, nothing.
         effort_s: of the last word on its compositions, by a count of their actions; those that may be best come first.
