@@ -136,10 +136,7 @@ class Routes:
             holder, since = receiver, due
 
     def backward_grads(self, position: int) -> tuple[Round, ...]:
-        """Gradients dK/dV that ``position`` receives and sends in every backward round.
-
-        The receiver adds them to its own at the end of step ``due - 1``.
-        """
+        """Gradients dK/dV that ``position`` receives, added by the end of step ``due - 1``, and sends, by round."""
         rounds = RoundsOf(self.steps, position)
         for source in self._held(position):
             before, after = (self._neighbour(source, position, direction) for direction in (-1, 1))

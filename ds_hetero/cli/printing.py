@@ -88,12 +88,7 @@ def print_table(
     caption: str | None = None,
     numbers: bool = False,
 ) -> None:
-    """Print a table.
-
-    Args:
-        rows: their cells; None draws a line.
-        numbers: all columns but the first are aligned at the right.
-    """
+    """Print a table; a row that is None draws a line, and ``numbers`` are aligned at the right."""
     print(framed_table(columns, rows, title, numbers=numbers))
     if caption is not None:
         print(caption)

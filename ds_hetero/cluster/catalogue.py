@@ -1,18 +1,13 @@
 # ruff: noqa: E501
 """Accelerators that people own, with the source of every row.
 
-Peaks are dense bf16 with fp32 accumulation, as the vendor prints them (half of a "with sparsity" figure); devices
-without bf16 have their fp16 rate. Bandwidth of the device's own link (NVLink, Infinity Fabric, PCIe) is per
+Peaks are dense bf16 with fp32 accumulation, as the vendor prints them (half of a "with sparsity" figure, and of the
+advertised tensor rate of GeForce cards); devices without bf16 have their fp16 rate. Bandwidth of the device's own link (NVLink, Infinity Fabric, PCIe) is per
 direction: half of the bidirectional figure that vendors print. It is the default for the link inside a node.
 
 Shares of these peaks that training reaches are of kinds of cards (`ds_hetero.cluster.catalogue`), those of
 attention of kinds and kernels (`ds_hetero.cluster.catalogue`), each with its source. `python -m
 benchmarks.real_cards` holds what they predict against public measurements; `ds-hetero profile` measures one's own.
-
-The rows of the catalogue: one card each, with the vendor's document that its numbers are from.
-
-Peaks are dense bf16 with fp32 accumulation; where a vendor prints only a "with sparsity" figure, half of it. GeForce
-cards accumulate in fp32 at half the tensor rate that is advertised. Bandwidth of a card's own link is one direction.
 
 Rates of attention by kernel and kind of card, each with the measurement behind it.
 

@@ -1,9 +1,6 @@
 """Numbers and words for people, as the command line, log lines and error messages write them.
 
 Factors from the units that people write to SI base units: a value in GB times `GB` is in bytes.
-
-Inside the program every number is in SI base units with the unit in its name. Only what reads or writes for people
-uses these factors.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A search works on a `Grouping` and arrays of tokens and heads; people and files 
 have the methods of `CostModel`, so the search does not depend on which one it minimizes.
 
 Dimension key: D ranks, K groups, B assignments of one grouping.
-
-Result of a cost model: the time of a schedule by part, its memory, its bottleneck and its timeline.
 """
 
 from __future__ import annotations

@@ -184,12 +184,7 @@ def duration_text(seconds: float) -> str:
 def price_of(
     devices: Sequence[DeviceSpec], busy: Mapping[int, float], step_s: float, tokens: int, flops_per_token: float
 ) -> Price:
-    """Price a step.
-
-    Args:
-        busy: share of the step that ranks with work compute.
-        flops_per_token: that the model needs, see `training_flops`.
-    """
+    """Price a step: ranks with work compute a ``busy`` share of it, `training_flops` for a token."""
     hours = step_s / SECONDS_PER_HOUR
     prices = [device.price_per_hour for device in devices if device.price_per_hour is not None]
     watts = [_watts(device, busy.get(rank, 0.0)) for rank, device in enumerate(devices) if device.watts is not None]

@@ -121,11 +121,7 @@ class RecurrentLayer:
         return Bottleneck.of_link(cluster, "all_to_all_s", rank, peer)
 
     def spans(self, times: RecurrentTimes, phase: str, begin_s: float, share: float) -> tuple[list[Span], float]:
-        """Bars of one pass and when it ends.
-
-        Args:
-            share: by which all bars are scaled.
-        """
+        """Bars of one pass, all scaled by ``share``, and when it ends."""
         ready_s = begin_s + share * float(times.before_B[0])
         arrived_s = ready_s + share * float(times.exchange_B[0])
         spans = []

@@ -51,18 +51,14 @@ T = TypeVar("T")
 
 @dataclass
 class PreparedModel:
-    """A model that this engine trains.
-
-    Args:
-        zones: where the tokens of its documents lie; None where batches are cut by their length.
-    """
+    """A model that this engine trains."""
 
     model: SplitModel | WholeModel  # switched to our attention, or run whole where every replica is one rank
     start: JobStart  # what the ranks agreed on for it
     prediction_check: PredictionCheck  # compares its steps with the forecasts of ``start``
     monitor: StepMonitor | None = None  # observes its steps; None until its DeepSpeed engine has been built
     is_destroyed: bool = False  # its DeepSpeed engine is gone
-    zones: DocumentZones | None = None
+    zones: DocumentZones | None = None  # where tokens of documents lie; None where batches are cut by length
     steps: object = None  # batches and losses of the Trainer where ranks take different ones
     elastic: ElasticState | None = None  # keeps the engine's state in memory; None in a job that is not elastic
 

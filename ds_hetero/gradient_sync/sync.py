@@ -151,10 +151,7 @@ class AsymmetricGradientSync:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients of the backwards inside add up on this rank; they travel with the next backward outside.
-
-        16-bit gradients are added up in fp32.
-        """
+        """Let gradients of backwards inside add up here, 16-bit ones in fp32; the next backward outside sends them."""
         self._accumulating = True
         try:
             yield

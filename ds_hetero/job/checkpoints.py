@@ -149,16 +149,12 @@ class SavedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Content of a checkpoint.
-
-    Args:
-        plan: of a job that re-planning has given another one than it began with, as in a file of version 2.
-    """
+    """Content of a checkpoint."""
 
     step: int  # optimizer steps done when it was saved
     save_id: str  # drawn for this save; stamped into its parts
     parts: Mapping[str, SavedFile] = field(default_factory=dict)  # by file name
-    plan: JsonObject | None = None
+    plan: JsonObject | None = None  # of a job that re-planning has changed, as in a file of version 2
 
     def to_json(self) -> str:
         """The content of the manifest's file."""

@@ -78,14 +78,10 @@ class DocumentObserver:
 
 @dataclass(frozen=True, kw_only=True)
 class Observers:
-    """Who is given the observations of one model.
-
-    Args:
-        documents: what is observed of placed documents; None where batches are cut by their length.
-    """
+    """Who is given the observations of one model."""
 
     replanning: Replanning | None = None  # changes the plan; None where the section does not ask for it
-    documents: DocumentObserver | None = None
+    documents: DocumentObserver | None = None  # of placed documents; None where batches are cut by their length
     stragglers: Stragglers | None = None  # on rank 0, names slow ranks; None where the section does not ask for it
     record: RunRecord | None = None  # on rank 0, writes ``run.json``; None where the section does not ask for it
 

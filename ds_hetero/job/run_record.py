@@ -70,11 +70,7 @@ class Snapshot:
 
 
 class RunRecord:
-    """Record of the job so far; on rank 0.
-
-    Attributes:
-        events: of an elastic job.
-    """
+    """Record of the job so far, with the events of an elastic one; on rank 0."""
 
     def __init__(self, start: JobStart, path: Path, changes: Callable[[], Sequence[PlanChange]]) -> None:
         self._start, self._path, self._changes = start, path, changes

@@ -1,9 +1,5 @@
 """Where the time goes: of each rank, of each pipeline whose stages wait for each other, and of the job.
 
-own = RankTimes.of(steps, unit_costs, ...)   this rank's steps since the last observation
-seen = JobTimes(ranks)                       of all ranks; see `ds_hetero.job.times` for pipelines
-events(seen, ...), times_table(seen, ...)    `ds_hetero.job.times_text`, for DeepSpeed's monitor, for people
-
 Where the time of pipelines goes: from the moments of all ranks to phases of every rank and speeds of every stage.
 
     forward, backward   computing passes
@@ -240,14 +236,10 @@ class MeasuredPipeline:
 
 
 class JobTimes(NamedTuple):
-    """Times of the job in one observation.
-
-    Args:
-        pipelines: of all, where stages wait for each other; none where every pipeline is one stage.
-    """
+    """Times of the job in one observation."""
 
     ranks: Sequence[RankTimes]
-    pipelines: Sequence[MeasuredPipeline] = ()
+    pipelines: Sequence[MeasuredPipeline] = ()  # all, where stages wait for each other; else none
 
     @property
     def step_s(self) -> float:
@@ -330,11 +322,7 @@ def common_steps(by_rank: Sequence[Sequence[StepTimes]]) -> list[Steps]:
 
 
 def times_of_passes(plan: Plan, ranks: Sequence[RankTimes], steps: Sequence[Steps]) -> JobTimes:
-    """Return where the time of pipelines went.
-
-    Args:
-        ranks: what each says of itself, whatever steps it has finished.
-    """
+    """Return where the time of pipelines went; ``ranks`` say it of themselves, whatever steps they have finished."""
     phases = [dict.fromkeys(("forward_s", "backward_s", "hop_s", "bubble_s"), 0.0) for _ in ranks]
     for step in steps:
         for rank, times in step.items():

@@ -48,10 +48,7 @@ class RecurrentLayers:
         return hidden_size * (wide + self.inner_size) + self.conv_channels * self.conv_size
 
     def input_bytes(self, element_bytes: int) -> tuple[int, int]:
-        """Bytes per token that a scan is given for one head, and for one key head.
-
-        The decay of the delta rule is in fp32 whatever the others are.
-        """
+        """Bytes per token that a scan is given for one head and one key head; the delta rule's decay is in fp32."""
         per_head = (self.head_dim + 1) * element_bytes + (4 if self.delta_rule else 0)
         return per_head, 2 * self.key_dim * element_bytes
 
@@ -101,11 +98,7 @@ class RecurrentLayers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer.
-
-    Args:
-        recurrent: layers that carry a state, in the place of attention or beside it; None where there are none.
-    """
+    """A decoder-only transformer."""
 
     name: str  # for people
     num_layers: int  # decoder layers, all alike
@@ -121,7 +114,7 @@ class ModelSpec:
     experts_per_token: int = 0  # how many of them each token uses
     shared_mlp_size: int = 0  # width of an MLP that every token passes beside the experts, 0 for none
     gated_attention: bool = False  # attention has a gate of its output's width
-    recurrent: RecurrentLayers | None = None
+    recurrent: RecurrentLayers | None = None  # layers that carry a state, beside attention or in its place
 
     @property
     def queries_per_kv_head(self) -> int:

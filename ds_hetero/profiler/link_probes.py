@@ -1,7 +1,5 @@
 """Timings of ranks together: transfers, alone and all at once, all-to-alls, and the host's own time for exchanges.
 
-Every rank takes part in every round of `ds_hetero.profiler.link_probes`, if only to wait for its end.
-
 Who exchanges with whom while links are measured.
 
 A round is a set of disjoint pairs that exchange at the same moment, both ways, as neighbours in a ring do.

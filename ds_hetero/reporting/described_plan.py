@@ -43,17 +43,13 @@ _REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanScenario:
-    """Scenario that a plan was made for.
-
-    Args:
-        lengths: tokens of the documents of one row, where the plan is for batches of documents.
-    """
+    """Scenario that a plan was made for."""
 
     cost_model: str  # name of the cost model that judges it
     model: ModelSpec  # what is trained
     workload: Workload  # of every replica; a replica's own batches are in the plan
     clusters: tuple[Cluster, ...]  # one for the whole plan, or one per replica
-    lengths: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None  # tokens of a row's documents, where the plan is for them
 
     def to_dict(self) -> JsonDict:
         """Return the content of "scenario"."""

@@ -353,10 +353,7 @@ class Bucket:
         return tuple(sizes.values())
 
     def reduce_sizes(self, rank: int) -> tuple[list[int], list[int]]:
-        """Elements that ``rank`` sends to, and receives from, each member on the way to the owners.
-
-        On the way back to the holders it is the other way round.
-        """
+        """Elements that ``rank`` sends and receives, by rank, on the way to the owners; reversed on the way back."""
         sizes = self.owned_sizes()
         owned = sizes[self.members.index(rank)]
         sent = [size if rank in self.contributors else 0 for size in sizes]

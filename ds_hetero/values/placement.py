@@ -304,11 +304,7 @@ class Placer(Protocol):
     """Decides the placement of every batch: a pure function, so that all ranks come to the same one."""
 
     def __call__(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
-        """Place one batch.
-
-        Raises:
-            ScheduleError: the batch does not fit the schedule.
-        """
+        """Place one batch. Raises `ScheduleError`: the batch does not fit the schedule."""
         ...
 
 

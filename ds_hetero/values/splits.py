@@ -16,11 +16,7 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Contiguous parts of an axis; part ``i`` is ``[cuts[i], cuts[i + 1])``.
-
-    Raises:
-        ValueError: a size is negative or not an integer.
-    """
+    """Contiguous parts of an axis; part ``i`` is ``[cuts[i], cuts[i + 1])``. Raises `ValueError`: a size < 0."""
 
     sizes: tuple[int, ...]  # units of each part, zero allowed
 
@@ -53,10 +49,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A range of the axis that one part of every refined split holds.
-
-    ``owners[i]`` is the part of the i-th split that contains ``[start, stop)``.
-    """
+    """A range of the axis; ``owners[i]`` is the part of the i-th split that contains ``[start, stop)``."""
 
     start: int
     stop: int

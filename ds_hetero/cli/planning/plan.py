@@ -298,12 +298,7 @@ def _pipelines(
     trained: float,
     as_json: bool,
 ) -> _Answer:
-    """Search pipelines of unequal stages, or take a published planner's.
-
-    Args:
-        goal: objective, and the longest step.
-        as_json: nobody watches.
-    """
+    """Search pipelines of unequal stages, or take a published planner's; ``goal``: objective and longest step."""
     from ds_hetero.planner.pipelines.planning import plan_pipelines
 
     costs = None if scenario.cost_model == "calibrated" else scenario.stage_costs()

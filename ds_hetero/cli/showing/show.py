@@ -87,11 +87,7 @@ def _documents(
     sample: str | None,
     seed: int,
 ) -> None:
-    """Place one batch and print where its documents lie.
-
-    Args:
-        source: schedule file or strategy; ``plan`` is the best schedule for this batch.
-    """
+    """Place one batch and print where its documents lie; ``plan`` as source is the best schedule for it."""
     from ds_hetero.cli.options import draw_batches, read_distribution, read_lengths
     from ds_hetero.planner.documents.for_lengths import plan_for_lengths
     from ds_hetero.planner.documents.summary import report_documents

@@ -5,9 +5,7 @@
                  and loss cut by words, with an all-reduce of b S H elements each, and of the loss two of numbers by
                  token
     sequence     see `ds_hetero.cost.stages.sequence`
-    hop          see `ds_hetero.cost.stages.calibrated`
-    gradients    see `ds_hetero.cost.stages.gradients`
-    memory       see `ds_hetero.cost.stages.gradients`
+    gradients, memory  see `ds_hetero.cost.stages.gradients`
 
 Dimension key: J parts of stages of all pipelines.
 
@@ -292,12 +290,7 @@ def _has_neighbours(ranks: Sequence[int], size: int) -> bool:
 
 
 class HopTimes:
-    """Times of hops between blocks.
-
-    Args:
-        token_bytes: activations of one token.
-        sequence: says which shares of a sequence the devices of a block have.
-    """
+    """Times of hops between blocks; ``sequence`` says which shares of one the devices of a block have."""
 
     def __init__(
         self, cluster: Cluster, token_bytes: int, seq_len: int, pools: Pools, sequence: SequenceStages

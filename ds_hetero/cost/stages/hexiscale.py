@@ -18,8 +18,6 @@ a vocabulary term in the layer; the input of a layer divided among the n devices
 workspace; 1.8 x the slowest pipeline + 1.65 x the gradients.
 
 Dimension key: C candidates, S stages, P pipelines, L layers, N nodes.
-
-Cost models of stages by name.
 """
 
 from __future__ import annotations

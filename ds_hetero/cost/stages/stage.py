@@ -292,11 +292,7 @@ class StageCosts(ABC):
 
     @abstractmethod
     def hop_s(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
-        """One hop of activations between neighbouring stages (published: both directions, as its Eq. 8 prints them).
-
-        Args:
-            link: index into `Cluster.link_classes`.
-        """
+        """One hop of activations over a class of links (published: both directions, as its Eq. 8 prints them)."""
 
     @abstractmethod
     def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> PipelineTimes:

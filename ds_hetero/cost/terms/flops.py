@@ -2,8 +2,6 @@
 
 Every count is for one sequence; multiply by the micro-batch. Backward is counted apart from forward.
 
-Rates that the devices of a cluster achieve: the rates of the calibrated cost model, by rank.
-
 Dimension key: D ranks.
 """
 
@@ -107,10 +105,7 @@ def _activation_elements(model: ModelSpec) -> int:
 
 
 def logit_flops(model: ModelSpec, *, tiled: bool, frozen: bool = False) -> int:
-    """Operations of the language-model head, forward and backward, per token; tiles compute the forward again.
-
-    A frozen head needs no gradient of its weight.
-    """
+    """Operations of the head, forward (twice in tiles) and backward, per token; a frozen one has no weight gradient."""
     return 2 * model.hidden_size * model.vocab_size * ((4 if tiled else 3) - frozen)
 
 

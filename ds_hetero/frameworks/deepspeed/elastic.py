@@ -40,11 +40,7 @@ _latest: weakref.ref[ElasticEngine] | None = None
 
 
 class ElasticEngine:
-    """An engine whose state outlives its process.
-
-    Args:
-        stages: the parameters of the whole model, where each rank holds a stage of it.
-    """
+    """An engine whose state outlives its process; ``stages``: the whole model's parameters, where ranks have parts."""
 
     def __init__(self, engine: Any, worker: Worker, start: JobStart, stages: list[Described] | None = None) -> None:
         _expect_supported(engine)

@@ -48,11 +48,7 @@ def install(registry: Registry) -> None:
 
 
 class _Training:
-    """One call of `train` in an elastic job.
-
-    Args:
-        folder: for the small files of the checkpoint that stands for it.
-    """
+    """One call of `train` in an elastic job; the ``folder`` has small files of the checkpoint that stands for it."""
 
     def __init__(self, registry: Registry, trainer: Trainer, found: Found, folder: Path) -> None:
         self._registry, self._trainer, self._found = registry, trainer, found

@@ -20,11 +20,7 @@ from ds_hetero.values.placement import Lane, Placement, Range
 
 
 def placement_loads(placement: Placement, documents: Sequence[Range], costs: UnitCosts) -> Loads:
-    """The loads of a placement of these documents, or of the stream that they are packed into.
-
-    Args:
-        documents: intervals of the row, ascending and disjoint.
-    """
+    """The loads of a placement of these documents, ascending and disjoint, or of the stream they are packed into."""
     if placement.moves:
         return loads_with_moves(placement_loads(placement.in_attention, documents, costs), placement, costs)
     first, *more = placement.lanes

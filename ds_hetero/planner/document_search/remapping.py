@@ -143,11 +143,7 @@ def loads_with_moves(loads: Loads, placement: Placement, costs: UnitCosts) -> Lo
 
 
 def remap(have: Sequence[int], want: Sequence[int], node: Sequence[int], costs: UnitCosts) -> list[TokenTransfer]:
-    """Who sends how many tokens to whom; everyone keeps ``min(have, want)`` of its own.
-
-    Args:
-        want: tokens that it should have; the same sum.
-    """
+    """Who sends how many tokens to whom; all keep ``min(have, want)`` of their own; both sums are the same."""
     assert sum(have) == sum(want), (have, want)
     surplus = [a - b for a, b in zip(have, want, strict=True)]
     _, sends = least_remap_s(surplus, node, *link_s(costs))

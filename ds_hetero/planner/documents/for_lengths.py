@@ -98,11 +98,7 @@ class PlannedForLengths:
 
 
 def plan_for_lengths(cost: CalibratedCostModel, batches: Sequence[Sequence[int]]) -> PlannedForLengths:
-    """Choose the schedule whose units place these batches fastest.
-
-    Raises:
-        PlanError: no candidate has room for the batches.
-    """
+    """The schedule whose units place these batches fastest. Raises `PlanError`: none has room for them."""
     candidates = tuple(_judge(name, schedule, cost, batches) for name, schedule in _schedules(cost))
     best: LengthsCandidate | None = None
     for each in candidates:

@@ -54,11 +54,7 @@ def idle_devices(pools: Pools, pipelines: Iterable[Sequence[DeviceBlock]]) -> li
 
 
 def ranks_of_blocks(pools: Pools, pipelines: Sequence[Sequence[DeviceBlock]]) -> list[list[tuple[int, ...]]]:
-    """Give every block ranks of its pool: large blocks first, neighbours together.
-
-    Returns:
-        ranks of every block, part by part, by pipeline.
-    """
+    """Ranks of every block, part by part, by pipeline: large blocks are given theirs first, neighbours together."""
     places = [(i, j) for i, blocks in enumerate(pipelines) for j in range(len(blocks))]
     free = {(pool.kind, pool.node): list(pool.ranks) for pool in pools.pools}
     ranks: list[list[tuple[int, ...]]] = [[()] * len(blocks) for blocks in pipelines]

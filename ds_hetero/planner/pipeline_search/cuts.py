@@ -124,11 +124,7 @@ def make_cut(
     *,
     fits: bool = True,
 ) -> LayerCut | None:
-    """Return the cut with given layers; None if it does not fit into memory or a block cannot run a stage.
-
-    Args:
-        fits: refuse what does not fit into memory.
-    """
+    """The cut with given layers; None if a block cannot run a stage or, where it has to fit, lacks memory."""
     options, stages = stage_options(costs, blocks, micro_batch_size, pipelines), len(blocks)
     if options is None:
         return None
@@ -210,10 +206,7 @@ def _undominated(law: _Law, layers_CS: Ints) -> Ints:
 
 
 def _polish(law: _Law, layers_S: Ints, room_S: Ints, micro_batches: int) -> Ints:
-    """Move single layers between stages while the time of ``micro_batches`` falls.
-
-    In long pipelines, the busiest stages give and the least busy ones take.
-    """
+    """Move single layers between stages, in long pipelines from the busiest to the least busy, while time falls."""
     unit_SS, time_s = np.eye(len(layers_S), dtype=np.int64), np.inf
     while True:
         order = np.argsort(layers_S * law.layer_s + law.offset_s, kind="stable")

@@ -180,11 +180,7 @@ def judge(
     micro_batches: Sequence[int],
     pipeline_s: Callable[[LayerCut, int], float] | None = None,
 ) -> PlanCandidate:
-    """Judge given layers and micro-batches by the last word on every pipeline (`StageCosts.pipeline_s`).
-
-    Args:
-        pipeline_s: the last word, where it is kept.
-    """
+    """Judge layers and micro-batches by the last word on every pipeline, which may be given: ``pipeline_s``."""
     if pipeline_s is None:
         pipeline_s = lambda cut, number: costs.pipeline_s(*cut.times, number)  # noqa: E731
     most: dict[LayerCut, int] = {}  # of pipelines with equal cuts, the one with most micro-batches ends last

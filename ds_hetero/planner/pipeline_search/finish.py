@@ -46,10 +46,7 @@ class Finished:
 
 
 def finish(costs: StageCosts, candidate: PlanCandidate) -> Finished:
-    """Choose micro-batches in flight, and time every pipeline with them.
-
-    A published cost model knows 1F1B's own numbers only.
-    """
+    """Choose micro-batches in flight (a published cost model knows 1F1B's alone), and time every pipeline."""
     count, pairs = len(candidate.shapes), list(zip(candidate.cuts, candidate.micro_batches, strict=True))
     known = {
         (cut, number): (default_in_flight(len(cut.layers)), costs.pipeline_s(*cut.times, number))

@@ -179,10 +179,7 @@ class GivenLayers(NamedTuple):
 
 
 def _least_s(cut: LayerCut, micro_batches: int) -> float:
-    """A pipeline's time with free hops, where some stage never waits.
-
-    It begins after the forwards of the stages before it, and ends before their backwards.
-    """
+    """A pipeline's time with free hops, where some stage never waits between its first forward and last backward."""
     before, least = 0.0, 0.0
     for forward_s, backward_s in zip(cut.forward_s, cut.backward_s, strict=True):
         own = forward_s + backward_s

@@ -147,10 +147,7 @@ def _joined(cluster: Cluster, added: Cluster | None) -> Cluster:
 
 
 def _old_shapes(plan: Plan, pools: Pools, survivors: Sequence[int]) -> tuple[list[_Old], int]:
-    """The old pipelines in blocks of the devices that are left, and the global batch.
-
-    Stages that span kinds or nodes are dissolved.
-    """
+    """The old pipelines on devices that are left, without stages that span kinds or nodes, and the global batch."""
     new_rank = {old: new for new, old in enumerate(survivors)}
     pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}
     shapes, samples = [], 0

@@ -9,8 +9,6 @@ devices every bottleneck is a tie of many, and no move of a pair lowers a maximu
 together, heads and tokens move in one step, and single ranks move where there are few (`proposals`).
 
 One round proposes all moves of one step size, evaluates them in one call and takes the best.
-
-Dimension key: D ranks, X proposals.
 """
 
 from __future__ import annotations

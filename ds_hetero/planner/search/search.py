@@ -1,8 +1,8 @@
 """The search: HexiSeq's three stages with its budgets, over the starts that a descent alone does not find.
 
-    stage I    partitions into groups                                 partitions.py, bin_covers.py
+    stage I    partitions into groups                                 partitions.py
     stage II   heads by apportionment, tokens by closed forms         closed_forms.py, shares.py
-    stage III  ring orders, caps against a slow all-to-all, descent   ring_order.py, descent.py
+    stage III  ring orders, caps against a slow all-to-all, descent   closed_forms.py, proposals.py
 
 Every evaluation is a call of the cost model, counted against an `EvaluationBudget`. Nothing reads a clock, and ties go
 to the earlier candidate. Source: HexiSeq (arXiv:2605.07569), section 4.3 and Algorithm 1.

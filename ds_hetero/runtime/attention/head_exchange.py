@@ -42,10 +42,7 @@ class Exchange(HeadTable):
 
 
 def make_exchange(replica: Replica, placement: Placement) -> Exchange:
-    """Tables of this rank's group for a batch.
-
-    Where the process group has other ranks too, as for lanes by heads, these trade nothing with the group.
-    """
+    """Tables of this rank's group for a batch; other ranks of the process group trade nothing with it."""
     schedule = replica.schedule
     ranks = replica.ranks if replica.a2a_group is replica.sp_group else sorted(replica.group.ranks)
     return Exchange(

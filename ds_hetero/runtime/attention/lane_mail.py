@@ -19,14 +19,7 @@ from ds_hetero.runtime.attention.kernel_calls import add_columns_, block_like, o
 
 
 class KVBlocks:
-    """Keys and values that travel.
-
-    Args:
-        own: what travels of this rank's own.
-
-    Attributes:
-        whole: blocks by source.
-    """
+    """Keys and values that travel, this rank's own and, by source, those of others."""
 
     tag = 0
 

@@ -89,10 +89,7 @@ def _scalar(number: Tensor | int, device: torch.device) -> Tensor:
 
 
 def gather_headers(replica: Replica, local: LocalBatch) -> list[Header]:
-    """The headers of all ranks of the replica.
-
-    Collectives: one all_gather. Where a rank computes on a GPU it waits for its device here, once in a forward.
-    """
+    """The headers of all ranks of the replica; waits for a GPU, once in a forward. Collectives: one all_gather."""
     rows = all_gather_in_replica(replica, local.header(message_device(replica.sp_group)))
     return [dict(zip(_HEADER, row, strict=True)) for row in rows.tolist()]
 

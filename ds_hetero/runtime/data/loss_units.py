@@ -41,11 +41,7 @@ class UnitCounts(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, rows: int) -> UnitCounts:
-        """Count a micro-batch.
-
-        Args:
-            batch: mappings may hold ``labels`` or ``shift_labels``, of which -100 do not count.
-        """
+        """Count a micro-batch of mappings, whose ``labels`` or ``shift_labels`` of -100 do not count."""
         labels, moved = labels_of(batch)
         if labels is None:
             return cls(rows)

@@ -264,11 +264,7 @@ class SampleLoader(LoaderAround):
 
 
 def _expect_samples(batch: Any, samples: int) -> None:
-    """Check that something in a micro-batch has one row per sample, so that the collate function dropped none.
-
-    Raises:
-        BatchError: nothing has as many rows.
-    """
+    """Refuse a micro-batch in which nothing has one row per sample: collate dropped some. Raises `BatchError`."""
     rows = sorted(set(_rows(batch)))
     if samples not in rows:
         raise BatchError(

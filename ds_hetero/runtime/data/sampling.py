@@ -155,11 +155,7 @@ class ReplicaSampler(_Steps, Sampler[list[int]]):
 
 
 class ReplicaStream(_Steps, IterableDataset[Any]):
-    """The samples of one replica out of an iterable dataset.
-
-    Args:
-        drop_last: leave out samples at the end that do not fill a batch of one process.
-    """
+    """One replica's samples of an iterable dataset; ``drop_last`` leaves out what does not fill a process's batch."""
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool, split: BatchSplit, replica: int) -> None:
         super().__init__(split)

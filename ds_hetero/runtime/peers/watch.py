@@ -55,11 +55,7 @@ _STORE_ANSWER_OF_STOPPED_S = 0.1  # the same where a process of this host is sto
 
 
 class Watch:
-    """Watch of this rank over the others, by threads of its own.
-
-    Args:
-        timeout_s: after which a rank that waits in vain may take one that does not answer for gone.
-    """
+    """Watch of this rank over the others; after ``timeout_s`` one that waits in vain takes the silent for gone."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, attempt: str = "") -> None:
         self.group, self._timeout_s = group, timeout_s

@@ -116,10 +116,7 @@ def gather_all_tokens(tensors: Sequence[Tensor], cuts: Sequence[Cuts], trade: He
 def scatter_tokens(
     tensors: Sequence[Tensor], cuts: Sequence[Cuts], heads: Sequence[int], trade: HeadTrade
 ) -> list[Tensor]:
-    """Mirror of `gather_all_tokens`: of [B, L, n, ...] to [B, s, N, ...]; heads that several ranks hold are added up.
-
-    Collectives: one all_to_all_single.
-    """
+    """Mirror of `gather_all_tokens`: [B, L, n, ...] to [B, s, N, ...], adding. Collectives: one all_to_all_single."""
     batch_size, own = tensors[0].shape[0], trade.tokens[trade.index]
     packed = torch.cat([x.flatten(2) for x in tensors], 2).transpose(0, 1)
     if trade.positions is not None:

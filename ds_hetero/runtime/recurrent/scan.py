@@ -74,10 +74,7 @@ def scan(call: Scan, replica: Replica, batch: BatchLayout, clock: Clock = UNTIME
 
 
 def passes_states(call: Scan, passed: PassedState, replica: Replica, batch: BatchLayout) -> bool:
-    """Whether all ranks together send no more bytes by passing states than by trading heads for tokens.
-
-    The cost model decides by the same rule.
-    """
+    """Whether passing states sends no more bytes, over all ranks, than trading heads; the cost model's rule too."""
     like = call.inputs[call.output_like]
     token_bytes = like.element_size() * prod(like.shape[2:])
     token_bytes += sum(x.element_size() * prod(x.shape[2:]) for x in call.inputs.values())
@@ -151,10 +148,7 @@ class _Piece(NamedTuple):
 
 
 class _Chain(NamedTuple):
-    """The pieces of a document that several ranks hold, in the order of the sequence.
-
-    ``owners`` are indices in the replica.
-    """
+    """Pieces of a document that several ranks, by index in the replica, hold, in the order of the sequence."""
 
     num_rows: int
     owners: tuple[int, ...]
@@ -410,11 +404,7 @@ class PassedState:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scan:
-    """Call of a scan by one layer.
-
-    Args:
-        compute: of whole sequences of some heads, inputs and parameters by name: [B, L, h, D].
-    """
+    """Call of a scan by one layer, on whole sequences of some heads, inputs and parameters: [B, L, h, D]."""
 
     inputs: Tensors  # per token, [B, s, N, ...] with N = H or a divisor of it
     output_like: str  # the input of H heads and of the output's shape

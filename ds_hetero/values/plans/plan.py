@@ -65,14 +65,10 @@ class PlannedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroOwners:
-    """Who owns the optimizer state.
-
-    Args:
-        owner_weights: (rank, weight) pairs, ascending by rank; empty if all ranks own alike.
-    """
+    """Who owns the optimizer state."""
 
     stage: int  # ZeRO stage
-    owner_weights: tuple[tuple[int, float], ...] = ()
+    owner_weights: tuple[tuple[int, float], ...] = ()  # (rank, weight), ascending; empty if all own alike
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

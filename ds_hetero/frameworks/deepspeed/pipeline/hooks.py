@@ -28,11 +28,7 @@ from ds_hetero.values.plans import Plan
 
 @dataclass(kw_only=True)
 class PipelinedEngine(HookedEngine):
-    """An engine whose model is a stage of a pipeline.
-
-    Args:
-        outputs_with: makes outputs of a model of a loss and of sums that trainers log.
-    """
+    """An engine whose model is a stage of a pipeline; ``outputs_with`` makes a model's outputs of a loss and sums."""
 
     plan: Plan  # what all ranks do
     stage: StagedModel  # this rank's part of the model

@@ -151,10 +151,7 @@ class PipelineOptimizer(Optimizer):
 
 
 def owned_of_group(sync: AsymmetricGradientSync, names: Iterable[str]) -> list[nn.Parameter]:
-    """This rank's part of the parameters of a group; an empty parameter if it owns none.
-
-    So every rank has the same groups.
-    """
+    """This rank's part of a group's parameters; an empty one if it owns none, so that all ranks have equal groups."""
     owned = [sync.owned[name] for name in names if name in sync.owned]
     return owned or [nn.Parameter(torch.zeros(0, device=default_device()))]
 

@@ -219,11 +219,7 @@ class ShardedCall:
 
 
 def whole_results(model: Any, batch: Batch, wanted: Wanted) -> TokenResults:
-    """Results of a sharded call of a model that is not split.
-
-    Args:
-        model: returns ``logits``; and ``hidden_states`` where asked for.
-    """
+    """Results of a sharded call of a model that is not split, from its ``logits`` and hidden states."""
     labels, results = batch.get("labels"), TokenResults()
     others = {name: entry for name, entry in batch.items() if name != "labels"}
     outputs = model(**others, **({"output_hidden_states": True} if wanted.hidden_state else {}))

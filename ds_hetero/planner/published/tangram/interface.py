@@ -129,11 +129,7 @@ class Parallelizer(Protocol):
 
 
 class CheckedParallelizer:
-    """Asks a parallelizer and refuses partial plans that cannot be carried out.
-
-    Attributes:
-        calls: of the parallelizer, what Tangram's pruning saves.
-    """
+    """Asks a parallelizer, counts its ``calls``, and refuses partial plans that cannot be carried out."""
 
     def __init__(self, parallelizer: Parallelizer, costs: StageCosts, samples: int) -> None:
         self._parallelizer, self._costs, self._samples = parallelizer, costs, samples
