@@ -23,13 +23,10 @@ PLANS = (".json", ".html")
 
 
 def check_out(out: Path | None, option: str = "--out", endings: Sequence[str] = ()) -> None:
-    """Refuse a file that cannot be written, before anything is computed for it.
+    """Refuse a file that cannot be written, before anything is computed. Raises `PlanError`: ending or folder.
 
     Args:
         endings: of names, each of which is a kind of file that can be written; any name where there are none.
-
-    Raises:
-        PlanError: another ending, its folder does not exist or may not be written to, or it is a folder itself.
     """
     if out is None:
         return

@@ -12,13 +12,10 @@ OPTIONAL = ("triton", "flash-attn")
 
 
 def require(*packages: str, purpose: str) -> None:
-    """Raise if one of ``packages`` is not installed; none of them is imported.
+    """Import none of ``packages``. Raises `DependencyError`: those not installed, and what installs them.
 
     Args:
         purpose: what needs them, as the subject of a sentence.
-
-    Raises:
-        DependencyError: which ones are missing, and the command that installs them.
     """
     missing = [name for name in packages if not is_installed(name)]
     if missing:

@@ -136,14 +136,11 @@ def read_file(
 
 
 def parse(text: str, where: str, error: type[HeteroError], *, yaml: bool = False) -> Any:
-    """Parse JSON or YAML.
+    """Parse JSON or YAML. Raises `HeteroError`: of class ``error``, as `read_file`.
 
     Args:
         where: where it comes from, for messages.
         yaml: whether it is YAML, of which JSON is not taken to be a part.
-
-    Raises:
-        HeteroError: of class ``error``, as `read_file`.
     """
     content = _parse_yaml(text, where, error) if yaml else _parse_json(text, where, error)
     check_content(content, where, error, max_values=MAX_VALUES if yaml else len(text))  # JSON has no aliases
@@ -302,13 +299,10 @@ def _one_line(cause: Exception) -> str:
 
 
 def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file such that a reader gets the old content or the new one.
+    """Replace a file such that a reader gets the old content or the new one. Raises `OSError`: it cannot be written.
 
     Args:
         durable: also after the machine has lost power; it takes as long as the disk does.
-
-    Raises:
-        OSError: it cannot be written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -118,13 +118,10 @@ class PlayedStep:
 
 
 def play(events: Sequence[Sequence[Event]], cluster: Cluster, host_share: float = 1.0) -> PlayedStep:
-    """Play a step.
+    """Play a step. Raises `PlanError`: other ranks than the cluster's, or a wait for what nobody ever posts.
 
     Args:
         host_share: time of the host to launch a layer over that of a plain one, see `cost.terms.times.host_share`.
-
-    Raises:
-        PlanError: the cluster has another number of ranks, or a rank waits for what another one never posts.
     """
     if len(events) != cluster.num_ranks:
         raise PlanError(

@@ -40,14 +40,11 @@ class Objective:
 
     @classmethod
     def of(cls, name: str, kinds: Sequence[DeviceSpec], tokens: int, at_most_s: float | None = None) -> Objective:
-        """Bind an objective to the kinds of devices of a cluster.
+        """Bind an objective to a cluster's devices. Raises `PlanError`: an unknown name, or no price or power.
 
         Args:
             name: one of `OBJECTIVES`.
             at_most_s: longest step that is acceptable.
-
-        Raises:
-            PlanError: the name is unknown, or a device lacks the price or the power that it needs.
         """
         zeros = (0.0,) * len(kinds)
         if name == "time":

@@ -123,13 +123,10 @@ def needs_measuring(section: HeterogeneitySection) -> bool:
 
 
 def sp_size_of(sp_sizes: Mapping[str, int | None]) -> int | None:
-    """The one sequence-parallel size that the sources in ``sp_sizes`` name; None if none of them does.
+    """The one size that the sources in ``sp_sizes`` name, if any. Raises `ConfigError`: two, or none >= 1.
 
     Args:
         sp_sizes: by the name under which the user knows the source, such as ``"sequence_parallel_size of ds_config"``.
-
-    Raises:
-        ConfigError: two sources disagree, or a size is no whole number >= 1.
     """
     given = {source: size for source, size in sp_sizes.items() if size is not None}
     for source, size in given.items():
@@ -142,11 +139,7 @@ def sp_size_of(sp_sizes: Mapping[str, int | None]) -> int | None:
 
 
 def replica_size(sp_sizes: Mapping[str, int | None], world_size: int) -> int:
-    """Ranks of a replica where no file says so: the sequence-parallel size, or the whole world.
-
-    Raises:
-        ConfigError: see `sp_size_of`; or the world cannot be divided by it.
-    """
+    """Ranks of a replica where no file says so: all, or the sp size. Raises `ConfigError`: it does not divide them."""
     sp_size = sp_size_of(sp_sizes) or world_size
     if world_size % sp_size:
         raise ConfigError(
@@ -281,11 +274,7 @@ class Searcher:
         self.planned: dict[Cluster, PlannedSchedule] = {}
 
     def __call__(self, name: str, cluster: Cluster) -> Schedule:
-        """Return the schedule that the strategy ``name`` makes for one replica on ``cluster``.
-
-        Raises:
-            PlanError: nothing fits into memory, or the sequence is shorter than the ranks are many.
-        """
+        """A strategy's schedule for one replica on ``cluster``. Raises `PlanError`: nothing fits, or too few tokens."""
         try:
             if name != "plan":
                 return strategy(name, self._cost(cluster))
@@ -401,7 +390,7 @@ def decide(
     plan: Plan | None = None,
     no_inners: Mapping[str, str] | None = None,
 ) -> JobStart:
-    """Resolve the section to a plan and predict its speed, or search for pipelines.
+    """Resolve the section to a plan and predict it, or search for pipelines. Raises `HeteroError`: it cannot be.
 
     Reads the schedule and cluster files that the section names.
 
@@ -410,9 +399,6 @@ def decide(
         on_host: devices are CPUs, so that nothing can be offloaded to the host.
         plan: in the section's file, where it has been read.
         no_inners: see `PipelineFacts`; of pipelines that are searched for.
-
-    Raises:
-        HeteroError: the section cannot be fulfilled, see `resolve` and `search_pipelines`.
     """
     if wants_search(facts.section):
         pipelines = PipelineFacts(job=facts, no_inners=no_inners or {})

@@ -57,13 +57,10 @@ class SearchedPipelines:
 
 
 def check_pipeline_section(section: HeterogeneitySection, inners: Collection[str]) -> None:
-    """Refuse keys of the section that stages of pipelines do not follow.
+    """Refuse keys that stages of pipelines do not follow. Raises `ConfigError`: names key, value and what to do.
 
     Args:
         inners: kinds of the plan's stages; where one is searched for, those that are always possible.
-
-    Raises:
-        ConfigError: names the key, its value and what to do.
     """
     for path, value, key in _asked_keys(section):
         if kind := next((inner for inner in inners if inner in key.refused), None):
@@ -100,13 +97,10 @@ def _asked_keys(section: HeterogeneitySection) -> Iterator[tuple[str, Any, Secti
 
 
 def global_batch_of(training: TrainingFacts, plan: Plan | None = None) -> int:
-    """Return the sequences of an optimizer step over all pipelines.
+    """Sequences of a step over all pipelines. Raises `ConfigError`: ds_config.json says none, or others.
 
     Args:
         plan: that ds_config.json may not contradict; None where it is searched for, and ds_config.json must say.
-
-    Raises:
-        ConfigError: ds_config.json does not say, says two numbers, or another one than the plan.
     """
     if training.accumulation_steps not in (None, 1):
         raise ConfigError(
@@ -188,16 +182,13 @@ def _spec_of(facts: JobFacts) -> ModelSpec:
 def pipelines_workload(
     facts: JobFacts, *, on_host: bool, seq_len: int | None = None, checkpointing: bool | None = None
 ) -> Workload:
-    """Return the workload of one pipeline; its batches are the search's to choose.
+    """Return the workload of one pipeline, without batches. Raises `PlanError`: no length of sequences.
 
     Owned elements have values and optimizer state in fp32, whatever the parameters are.
 
     Args:
         seq_len: tokens of a sequence, where the job does not say.
         checkpointing: of activations; None for what the model says.
-
-    Raises:
-        PlanError: neither the section nor the model says how long sequences are.
     """
     model = facts.model if facts.model.max_seq_len else replace(facts.model, max_seq_len=seq_len)
     work = workload_of(replace(facts, model=model), 1, on_host=on_host)

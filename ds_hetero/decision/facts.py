@@ -39,13 +39,10 @@ class ModelFacts:
     is_split: bool = True  # whether it is switched to our attention; False for a module that every rank runs whole
 
     def expect_spec(self, *, by_memory: bool = False) -> ModelSpec:
-        """Return the shape.
+        """Return the shape. Raises `ModelError`: no cost model describes the model's layers.
 
         Args:
             by_memory: it is needed for ``"zero_partition": "memory"``, and not for a schedule.
-
-        Raises:
-            ModelError: no cost model describes the model's layers.
         """
         if self.spec is None and by_memory:
             raise ModelError(
@@ -100,16 +97,13 @@ FP32_BYTES, MIXED_PRECISION_BYTES = 4, 2
 
 
 def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workload:
-    """Build the workload of one replica.
+    """Build the workload of one replica. Raises `PlanError`: nothing says how long sequences are.
 
     What neither the model nor the configuration states, such as an optimizer other than Adam, is assumed to be usual.
 
     Args:
         facts: of the job; the section's ``seq_len`` and ``zero_partition`` are used.
         on_host: devices are CPUs, so that nothing can be offloaded to the host.
-
-    Raises:
-        PlanError: neither the section nor the model says how long sequences are.
     """
     model, training, weights = facts.model, facts.training, facts.section.zero_partition
     stage, trained = training.zero_stage, model.trained_share

@@ -48,13 +48,10 @@ class Handle:
         self._model = model
 
     def for_engine(self, engine: Any) -> Handle:
-        """The same handle, whose loaders, losses and schedules are those of one engine.
+        """The same handle for one engine. Raises `ConfigError`: not built since `register`, or the handle was undone.
 
         Args:
             engine: from `deepspeed.initialize`, with a "heterogeneity" section or without.
-
-        Raises:
-            ConfigError: the engine was not built since `ds_hetero.register`, or the handle was undone.
         """
         model = engine.module
         if not self.registry.has_prepared(model):

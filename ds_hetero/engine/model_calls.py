@@ -203,13 +203,10 @@ def _by_token(values: Tensor) -> Tensor:
 
 
 def call_sharded(registry: Registry, model: Any, batch: Batch, wanted: Wanted) -> ResultsOfTokens | Any:
-    """Call a model with a whole batch; see `Handle.sharded_call`.
+    """Call a model with a whole batch; see `Handle.sharded_call`. Raises `ConfigError`: it was not prepared.
 
     Args:
         model: an engine, or a model that one trains.
-
-    Raises:
-        ConfigError: ``model`` is none that was prepared.
     """
     is_model = isinstance(model, nn.Module) and (registry.find(model) is not None or registry.is_unsplit(model))
     module: nn.Module = model if is_model else getattr(model, "module", model)

@@ -48,14 +48,11 @@ class Patches:
 
 
 def expect_package(package: str, works: str, names: Iterable[str]) -> None:
-    """Check that a framework is of a version that works, and has the private names which an integration builds on.
+    """Check a framework's version and the private names it must have. Raises `VersionError`: what is missing.
 
     Args:
         works: versions that work, such as ``">=0.19.8,<0.20"``.
         names: ``"module:attribute"`` or ``"module:Class.attribute"``.
-
-    Raises:
-        VersionError: it is not, or has not; the message names what is missing, the version and those that work.
     """
     if not SpecifierSet(works).contains(version(package), prereleases=True):
         raise VersionError(f"{package} {version(package)} is not a version that works. Install {package}{works}.")

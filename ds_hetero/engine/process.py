@@ -102,12 +102,9 @@ def announce_lost_restarts() -> None:
 
 
 def name_of_start(store: Store, rank: int, size: int) -> str:
-    """A name that the processes which call this together share, and none before them.
+    """A name that the processes which call this together share, and none before. Raises `PeerError`: who is absent.
 
     Caller: every rank; waits for all, as long as the store's timeout.
-
-    Raises:
-        PeerError: names the ranks that did not come.
     """
     meeting = PrefixStore(_PREFIX, store)
     timeout: timedelta = store.timeout  # type: ignore[attr-defined]

@@ -163,13 +163,10 @@ class WholeModel:
         )
 
     def expect_own_loss(self, loss: Tensor) -> None:
-        """At the first backward: refuse a loss of labels that is not the model's, of which nothing is known.
+        """At the first backward, refuse a loss that is not the model's. Raises `ConfigError` on every rank.
 
         Caller: every rank of the world.
         Collectives: once, one `on_all_ranks`.
-
-        Raises:
-            ConfigError: it is another one; on every rank.
         """
         if self._is_compared:
             return

@@ -135,13 +135,10 @@ def _held_part(name: str, parameter: nn.Parameter) -> _HeldPart:
 
 
 def _layout(name: str, replicas: Sequence[tuple[int, ...]], parts: Mapping[int, _HeldPart]) -> ParameterLayout:
-    """Make the layout of one parameter of what each rank holds of it.
+    """Make one parameter's layout of what ranks hold. Raises `SyncError`: they disagree on its shape or cut.
 
     Args:
         parts: by rank; ranks that hold nothing are left out.
-
-    Raises:
-        SyncError: replicas disagree on the shape, or ranks of one replica on the cut.
     """
     missing = [members for members in replicas if not any(rank in parts for rank in members)]
     if missing:

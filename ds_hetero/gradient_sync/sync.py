@@ -126,7 +126,7 @@ class AsymmetricGradientSync:
     # --- a training step ----------------------------------------------------------------------------
 
     def start(self, tokens: int) -> None:
-        """Average this step's gradients over the replicas in proportion to ``tokens``; otherwise they are added up.
+        """Average this step's gradients over replicas by ``tokens``, not add. Raises `SyncError`: they have left.
 
         For losses that are means over the tokens of their replica: the result is the gradient of the mean over all
         tokens. A replica without tokens counts nothing, whatever its gradients are. With gradient accumulation
@@ -137,9 +137,6 @@ class AsymmetricGradientSync:
 
         Caller: every rank, before the backward whose gradients travel.
         Collectives: one all_gather of an integer, waited for when the first sum is made.
-
-        Raises:
-            SyncError: gradients of this step are on their way already.
         """
         if self._packed:
             raise SyncError("start() weighs the gradients of a step, so it comes before the backward that sends them.")
@@ -184,14 +181,11 @@ class AsymmetricGradientSync:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Copy the values of ``owned``, rounded to the parameters' dtype, to every rank that holds them.
+        """Copy ``owned`` values, in the parameters' dtype, to all holders. Raises `PeerError`: another rank failed.
 
         Caller: every rank, once after the optimizer's step.
         Collectives: one all_to_all_single per bucket.
         Sends: `gathered_elements` of the parameters' dtype.
-
-        Raises:
-            PeerError: another rank failed.
         """
         in_flight: deque[BucketTransfer] = deque()
         for transfer in self._gathers:

@@ -302,7 +302,7 @@ def agree(
     *,
     has_replicas: bool = False,
 ) -> dict[str, torch.dtype]:
-    """Check this rank's parameters and compare what must be the same on every rank.
+    """Check this rank's parameters and compare what must be the same. Raises `SyncError` on every rank.
 
     Args:
         settings: whatever else must be the same, compared by its ``repr``.
@@ -313,9 +313,6 @@ def agree(
 
     Caller: every rank of ``group``.
     Collectives: one `on_all_ranks`.
-
-    Raises:
-        SyncError: on every rank, the same.
     """
     arguments = repr((list(layouts.items()), settings))
     fingerprint = hashlib.sha256(arguments.encode()).hexdigest()[:8]

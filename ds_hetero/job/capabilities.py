@@ -31,11 +31,7 @@ def device_name() -> str:
 
 
 def requested_kernel(wish: KernelWish, rank: int) -> KernelName | None:
-    """Return the kernel that the section names for this rank; None for the best that works here.
-
-    Raises:
-        ConfigError: the list has no entry for this rank, or several keys of the object fit its device.
-    """
+    """The section's kernel for this rank; None for the best here. Raises `ConfigError`: no entry, or several."""
     if isinstance(wish, list):
         if rank >= len(wish):
             raise ConfigError(
@@ -55,11 +51,7 @@ def requested_kernel(wish: KernelWish, rank: int) -> KernelName | None:
 
 
 def expect_known_devices(wish: KernelWish, names: Sequence[str]) -> None:
-    """Refuse entries that fit no rank, which are misspelt, or too many.
-
-    Raises:
-        ConfigError: a key is no part of any device's name, or a list is longer than there are ranks.
-    """
+    """Refuse entries that fit no rank, or too many. Raises `ConfigError`: a key of no device, or a long list."""
     if isinstance(wish, list) and len(wish) != len(names):
         raise ConfigError(f'"{SECTION}.attention" has {len(wish)} entries; there are {len(names)} ranks.')
     for part in wish if isinstance(wish, dict) else ():

@@ -163,13 +163,10 @@ def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> str | None:
 
 
 def expect_kernel(facts: JobFacts, rank: int = 0) -> str | None:
-    """Refuse a kernel that does not work on this rank's device.
+    """Refuse a kernel that does not work on this rank's device, or that no kernel knows. Raises `ConfigError`.
 
     Returns:
         What the device computes slowly though it works, for people; None if there is nothing.
-
-    Raises:
-        ConfigError: the kernel that the section names does not work on this rank's device, or no kernel knows it.
     """
     device, dtype = default_device(), getattr(torch, facts.computed_dtype)
     head_dim = facts.model.head_dim or USUAL_HEAD_DIM

@@ -269,11 +269,7 @@ _ATTENTION_EVERY = 4  # of Qwen3-Next and Qwen3.5, where the configuration does 
 
 
 def _recurrent_layers_of(config: JsonObject, num_layers: int, name: str) -> RecurrentLayers | None:
-    """The recurrent layers of a model, from its configuration; None where it names none that are known.
-
-    Raises:
-        ModelError: a key is missing or wrong, or the layers are of kinds that are not known.
-    """
+    """The recurrent layers of a configuration, if any. Raises `ModelError`: a wrong key, or unknown kinds."""
     if config.get("linear_num_value_heads"):
         heads, key_heads = _whole(config, "linear_num_value_heads", name), _whole(config, "linear_num_key_heads", name)
         key_dim, head_dim = _whole(config, "linear_key_head_dim", name), _whole(config, "linear_value_head_dim", name)

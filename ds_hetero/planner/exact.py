@@ -45,15 +45,12 @@ class Exact:
 
 
 def solve_exact(problem: Problem, *, upper_bound_s: float = np.inf, most: float = np.inf) -> Exact:
-    """The best assignment of all, or proof that none takes less than ``upper_bound_s``.
+    """The best assignment, or proof of none below ``upper_bound_s``. Raises `PlanError`: too much to go through.
 
     Args:
         problem: its ``token_unit`` and the smallest of its ``head_units`` are the granularity.
         upper_bound_s: time of a schedule known already; a good one saves most of the work.
         most: calls of the cost model after which the search ends.
-
-    Raises:
-        PlanError: too many ranks, or a granularity too fine to go through.
     """
     num_ranks, head_unit = problem.num_ranks, min(problem.head_units)
     if num_ranks > MAX_RANKS:

@@ -49,15 +49,12 @@ def plan_replicas(
     cost_model: str = "calibrated",
     layout: str | None = None,
 ) -> ReplicasPlan:
-    """Plan every replica on its cluster, and the micro-batches of all.
+    """Plan every replica, and the micro-batches of all. Raises `PlanError`: no memory, or no such global batch.
 
     Args:
         workload: of one replica; its ``micro_batch`` and ``micro_batches`` are ignored, because they are chosen here.
         cost_model: ``"calibrated"`` or ``"published"``.
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
-
-    Raises:
-        PlanError: a replica holds not one sample, or the global batch cannot be filled.
     """
     expect_whole_number("global_batch", global_batch, 1, MAX_BATCH, PlanError)
     work = replace(workload, micro_batch=1, micro_batches=1, data_parallel=len(clusters))
@@ -80,14 +77,11 @@ def plan_replicas(
 
 
 def split_batch(times: Sequence[Sequence[float]], global_batch: int, *, lockstep: bool) -> BatchSplit:
-    """The micro-batches with which an optimizer step ends soonest; among equally fast ones those with fewer steps.
+    """Micro-batches with which a step ends soonest, then of fewest steps. Raises `PlanError`: no such batch.
 
     Args:
         times: seconds of one micro-batch of 1, 2, ... samples, by replica; as many as fit into its memory.
         lockstep: replicas wait for each other in every micro-batch.
-
-    Raises:
-        PlanError: no micro-batches make up the global batch.
     """
     best: tuple[float, int, BatchSplit] | None = None
     for steps in range(1, global_batch + 1):

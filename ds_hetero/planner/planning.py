@@ -184,7 +184,7 @@ def _rejected(
 
 
 def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> Schedule:
-    """The schedule that a strategy makes for the cluster, the model and the length of a cost model.
+    """A strategy's schedule, by its name. Raises `PlanError`: it is unknown, or none is legal, or fits.
 
     ``usp`` is the best legal mesh that fits.
 
@@ -192,9 +192,6 @@ def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> S
         name: one of `STRATEGIES`, or a published planner of schedules.
         cost: the cost model, bound to the cluster, the model and the workload.
         table: measured times for ``lut`` and ``formula``; left out, `profile_table` of the cost model.
-
-    Raises:
-        PlanError: the name is unknown, no legal schedule of that kind exists, or ``plan`` finds none that fits.
     """
     heads = (cost.model.num_heads, cost.model.num_kv_heads)
     if name == "plan":

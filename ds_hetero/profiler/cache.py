@@ -167,13 +167,10 @@ def read_profile(path: Path, ranks: Sequence[RankFacts]) -> JsonDict | None:
 
 
 def _expect_own_numbers(cluster: Cluster, ranks: Sequence[RankFacts], samples: Any) -> None:
-    """Refuse numbers that are not those of the ranks: a file that was changed by hand plans for devices that are not.
+    """Refuse numbers that are not the ranks', as in a file changed by hand. Raises `ValueError`.
 
     Args:
         samples: what was timed, by rank; empty in a profile that has no timings.
-
-    Raises:
-        ValueError: memory that is not the rank's, or a rate that the timings do not give.
     """
     for rank, (device, facts) in enumerate(zip(cluster.devices, ranks, strict=True)):
         if not np.isclose(device.memory_bytes, facts.memory_bytes, rtol=SAME):

@@ -62,7 +62,7 @@ def measure(
     window_s: float = WINDOW_S,
     show_progress: bool = True,
 ) -> JsonDict:
-    """Measure devices and links of all ranks.
+    """Measure devices and links of all ranks. Raises `ClusterError`: a rank could not be measured; on every rank.
 
     Args:
         dtype: to measure in; left out, `default_dtype` of the device.
@@ -74,9 +74,6 @@ def measure(
         The content of a cluster file, the same on every rank.
 
     Caller: every rank. Without a default process group one is made from the launcher's environment, for the duration.
-
-    Raises:
-        ClusterError: a rank could not be measured; on every rank.
     """
     device = default_device()
     dtype = default_dtype(device) if dtype is None else dtype

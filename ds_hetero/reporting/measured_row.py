@@ -198,13 +198,10 @@ def read_report(path: Path) -> JsonObject | None:
 
 
 def selftest_rows(report: JsonObject, *, source: str) -> list[dict[str, object]]:
-    """Return the rows of a self-test's report, one for each kind of card: the rate of its large products.
+    """Rows of a self-test's report by kind of card: rates of products. Raises `PlanError`: it has none.
 
     Args:
         source: who measured it.
-
-    Raises:
-        PlanError: it measured no products, a device is not in the catalogue, or it is damaged.
     """
     try:
         rates = _rates(report)

@@ -54,13 +54,10 @@ def describe_with_run(plan: DescribedPlan | Plan, run: RunFile | None) -> Descri
 
 
 def plan_page(described: DescribedPlan, run: RunFile | None = None, sliders: bool = True) -> str:
-    """Return the page.
+    """Return the page. Raises `PlanError`: the plan does not fit its scenario.
 
     Args:
         sliders: with the section "What if?", for which 75 other plans are made and predicted.
-
-    Raises:
-        PlanError: the plan does not fit its scenario.
     """
     scenario = described.scenario
     measured = "measured is what a job wrote into its run file" if run else "nothing here was measured"

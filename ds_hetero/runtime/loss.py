@@ -232,13 +232,10 @@ def has_loss_of_batch(outputs: object) -> bool:
 
 
 def expect_same_scalar(value: Tensor, replica: Replica) -> None:
-    """Refuse a scalar that differs between the ranks of a replica, such as a mean over a rank's own tokens.
+    """Refuse a scalar that differs in a replica, as a mean of own tokens. Raises `BatchError` on every rank.
 
     Caller: every rank of the replica.
     Collectives: one all_reduce of two numbers.
-
-    Raises:
-        BatchError: on every rank, with the smallest and the largest value.
     """
     scalar = value.detach().double()
     extremes = torch.stack([scalar, -scalar])

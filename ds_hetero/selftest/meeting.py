@@ -49,13 +49,10 @@ class Meeting:
         self.store, self.rank, self.size = store, rank, size
 
     def gather(self, name: str, value: Any, limit_s: float) -> list[Any]:
-        """Return the values of all ranks, in rank order; every rank calls it once with the same ``name``.
+        """Return all ranks' values, in order; every rank calls it once by ``name``. Raises `PeerError`: who did not.
 
         Args:
             value: of this rank, as JSON can carry it.
-
-        Raises:
-            PeerError: names the ranks that did not come.
         """
         keys = [f"{name}/{rank}" for rank in range(self.size)]
         self.store.set(keys[self.rank], json.dumps(value))
@@ -141,16 +138,13 @@ class Meeting:
 
 
 def meet(limit_s: float) -> tuple[Meeting, Meeting]:
-    """Connect to the store of the launcher; for a process without a launcher, to one of its own.
+    """Connect to the launcher's store, or to one of its own. Raises `PeerError`: nobody keeps or reaches it.
 
     Args:
         limit_s: seconds to wait for whoever keeps the store.
 
     Returns:
         Two connections: one may wait in a call while the other is asked.
-
-    Raises:
-        PeerError: nobody keeps a store at MASTER_ADDR and MASTER_PORT, or a rank does not come to it.
     """
     if "RANK" not in os.environ:
         own = HashStore()

@@ -156,7 +156,7 @@ def overlaps(old: Sequence[Box], new: Sequence[Box]) -> Iterator[Box]:
 def chunks_of(
     name: str, layout: ParameterLayout, alignment: int = ALIGNMENT, owner_weights: Mapping[int, float] | None = None
 ) -> tuple[Chunk, ...]:
-    """The chunks of one parameter: disjoint, and together all of it.
+    """The chunks of one parameter: disjoint, and together all of it. Raises `SyncError`: a holder has no weight.
 
     Elements with the same members are one chunk, however many boxes they are.
 
@@ -165,9 +165,6 @@ def chunks_of(
             the same ranks hold; smaller for what is too small (`ds_hetero.sharding.zero_partition.alignment_of`).
         owner_weights: by rank; where ``layout`` names no owners, the holders of the same elements own them in these
             proportions. None shares them evenly: then no rank sends more than if all replicas were cut as its own.
-
-    Raises:
-        SyncError: a holder without a positive weight.
     """
     weights = None
     if owner_weights is not None:
@@ -290,7 +287,7 @@ def _flat_boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
 def fit_owner_weights(
     layouts: Iterable[ParameterLayout], targets: Mapping[int, float], rounds: int = 200
 ) -> dict[int, float]:
-    """Compute weights for `chunks_of` with which each rank owns a share of everything in proportion to ``targets``.
+    """Weights for `chunks_of` with which ranks own shares like ``targets``. Raises `SyncError`: a holder has none.
 
     Only a holder can own, so a rank's weight among the holders of one chunk differs from its target: with replicas of
     1, 2 and 4 ranks and equal targets it is 1 : 2 : 4. Every weight is scaled by wanted over owned in turns (iterative
@@ -301,9 +298,6 @@ def fit_owner_weights(
         layouts: of all parameters that are synchronized; those that name their owners are passed over.
         targets: positive, by rank: free memory, say.
         rounds: how often every weight is scaled.
-
-    Raises:
-        SyncError: a holder without a positive target.
     """
     regions: dict[tuple[int, ...], int] = {}
     for layout in layouts:

@@ -63,15 +63,12 @@ def alignment_of(num_elements: int, num_ranks: int, least: int = LEAST_ALIGNMENT
 
 
 def cut_flat_group(num_elements: int, weights: Sequence[float]) -> Split:
-    """Cut a flat vector into one contiguous part per rank, in proportion to ``weights``.
+    """Cut a flat vector into one contiguous part per rank, by ``weights``. Raises `ConfigError`: see `check_weights`.
 
     Every boundary is the ideal one rounded to a multiple of `alignment_of`, so a part is at most one such unit larger
     or smaller than its exact share, tail included. The last rank with a positive weight takes the tail that fills no
     unit; a weight of zero gets nothing. Equal weights give DeepSpeed's own partitions where the vector divides, as
     DeepSpeed's does.
-
-    Raises:
-        ConfigError: see `check_weights`.
     """
     check_weights(weights, len(weights), zero_stage=1)
     if is_even(weights) and num_elements % len(weights) == 0:
@@ -146,12 +143,9 @@ class Move:
 
 
 def moves(saved: FlatGroup, wanted: FlatGroup, part: int) -> tuple[Move, ...]:
-    """How to put ``part`` of ``wanted`` together from the parts of ``saved``; neighbours that stay so are one move.
+    """How to make ``part`` of ``wanted`` from parts of ``saved``, in few moves. Raises `ValueError`: they do not.
 
     Both lay the same parameters out, in any order, with any padding, cut for any number of ranks.
-
-    Raises:
-        ValueError: they do not.
     """
     if saved.sizes != wanted.sizes:
         raise ValueError(f"layouts of different parameters: {saved.sizes} and {wanted.sizes}")
@@ -182,15 +176,12 @@ def _continues(before: Move, after: Move) -> bool:
 
 
 def cut_parameter(num_elements: int, weights: Sequence[float]) -> Split:
-    """Cut one parameter, flattened, into a contiguous shard for every rank, in proportion to ``weights``.
+    """Cut a flat parameter into a shard for every rank, by ``weights``, none 0. Raises `ConfigError`.
 
     Boundaries are ideal ones rounded to multiples of `alignment_of` with ``least=1``, so a shard is at most one such
     unit larger or smaller than its exact share; but every rank owns at least one unit, since DeepSpeed takes a rank
     that owns nothing of a module for one that has nothing to gather. A parameter of fewer elements than ranks counts as
     padded at its end to one element for each, so the total may exceed ``num_elements``.
-
-    Raises:
-        ConfigError: see `check_weights`; no weight may be zero.
     """
     check_weights(weights, len(weights), zero_stage=3)
     num_ranks = len(weights)

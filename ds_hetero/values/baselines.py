@@ -32,12 +32,9 @@ def ring(num_ranks: int, num_heads: int, num_kv_heads: int) -> Schedule:
 
 
 def usp(num_ranks: int, num_heads: int, num_kv_heads: int, ulysses_size: int | None = None) -> Schedule:
-    """USP (arXiv:2405.07719): equal groups of ``ulysses_size`` neighbours, joined by a ring.
+    """USP (arXiv:2405.07719): equal groups of neighbours in a ring. Raises `ScheduleError`: sizes do not divide.
 
     Left out, ``ulysses_size`` is the largest divisor of ``num_ranks`` that also divides the KV heads.
-
-    Raises:
-        ScheduleError: ``ulysses_size`` does not divide ``num_ranks``.
     """
     size = ulysses_size or gcd(num_ranks, num_kv_heads)
     if num_ranks % size:

@@ -62,14 +62,11 @@ class Piece:
 
 
 def refine(splits: Sequence[Split]) -> tuple[Piece, ...]:
-    """The common refinement: the coarsest pieces that no cut of any split divides, in axis order.
+    """The coarsest pieces that no cut of any split divides, in order. Raises `ValueError`: none, or unlike totals.
 
     With the head cuts of the groups as ``splits`` the pieces are HexiSeq's sub-ring tasks
     (arXiv:2605.07569, section 3.3); with the cuts of replicas and of ZeRO owners they are HexiScale's
     gradient chunks.
-
-    Raises:
-        ValueError: no split given, or splits of different totals.
     """
     totals = {split.total for split in splits}
     if len(totals) != 1:

@@ -169,14 +169,11 @@ def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:
 def _pipelines(
     facts: JobFacts, plan: Plan | None, ds_config: JsonObject, world_size: int, model: nn.Module | None
 ) -> JsonDict:
-    """Return the plan and its prediction, or when they will be decided.
+    """Return the plan and its prediction, or when they will be decided. Raises `HeteroError`: as the start of the job.
 
     Args:
         plan: in the section's file; None where it is searched for.
         model: without weights, where one was given that transformers can build.
-
-    Raises:
-        HeteroError: as the start of the job.
     """
     section = facts.section
     check_pipeline_section(section, ("one",) if plan is None else inners_of(plan))

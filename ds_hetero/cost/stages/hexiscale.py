@@ -256,15 +256,12 @@ STAGE_COSTS = ("calibrated", "hexiscale", "hexiscale-paper")
 def make_stage_costs(
     name: str, cluster: Cluster, model: ModelSpec, workload: Workload, find: FindSchedule | None = None
 ) -> StageCosts:
-    """Return the cost model ``name`` for one cluster, model and workload.
+    """Return the cost model ``name`` for one cluster, model and workload. Raises `PlanError`: the name is unknown.
 
     Args:
         name: one of `STAGE_COSTS`; ``hexiscale`` is its public code, ``hexiscale-paper`` its equations as printed.
         workload: HexiScale's take its length and whether activations are computed again.
         find: schedules for stages of unlike devices, for ``calibrated``.
-
-    Raises:
-        PlanError: the name is unknown.
     """
     if name == "calibrated":
         return CalibratedStageCosts(cluster, model, workload, find=find)

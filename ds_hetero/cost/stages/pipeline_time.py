@@ -96,14 +96,11 @@ def run_pipeline(
     micro_batches: int,
     in_flight: Sequence[int] | None = None,
 ) -> PipelineRun:
-    """Every action of a pipeline, one after the other as soon as its inputs have arrived: O(S m).
+    """Every action of a pipeline, when its inputs have arrived: O(S m). Raises `PlanError`: two wait for ever.
 
     Args:
         hop_s: between neighbours, one direction.
         in_flight: by stage; left out, 1F1B's.
-
-    Raises:
-        PlanError: a stage keeps more micro-batches in flight than the one before it, so that both wait for ever.
     """
     stages = len(forward_s)
     in_flight = default_in_flight(stages) if in_flight is None else in_flight

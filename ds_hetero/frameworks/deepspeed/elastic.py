@@ -312,15 +312,12 @@ def describe_parameters(model: torch.nn.Module) -> list[Described]:
 
 
 def prepare(engine: Any, start: JobStart, stages: list[Described] | None = None) -> ElasticEngine | None:
-    """Make an engine elastic if its job is; None where it is not.
+    """Make an engine elastic if its job is; None if not. Raises `ConfigError` on every rank: it cannot be.
 
     Args:
         stages: the parameters of the whole model, where each rank holds a stage of it.
 
     Caller: every rank.
-
-    Raises:
-        ConfigError: the section asks for it in a job that is not elastic, or the engine cannot be; on every rank.
     """
     global _latest
     worker, section = own_worker(), start.section

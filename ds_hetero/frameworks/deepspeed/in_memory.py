@@ -98,16 +98,13 @@ def parts_in_memory(engine: Any, *, with_frozen: bool = True) -> Iterator[dict[s
 
 
 def load_parts(engine: Engine, parts: Mapping[str, Any], *, with_frozen: bool = True) -> None:
-    """Load a checkpoint whose files are ``parts``, by name.
+    """Load a checkpoint of ``parts``, by name. Raises `CheckpointError` on every rank: another model or stage.
 
     Args:
         with_frozen: whether parameters that are not trained are in them; else they stay as they are.
 
     Caller: every rank.
     Collectives: those of DeepSpeed's ``load_checkpoint``.
-
-    Raises:
-        CheckpointError: it is of another model, or of another ZeRO stage; on every rank.
     """
     with tempfile.TemporaryDirectory(prefix="ds_hetero-") as folder, _in_place(engine):
         (Path(folder) / _TAG).mkdir()

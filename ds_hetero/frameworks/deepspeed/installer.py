@@ -43,15 +43,12 @@ class Installer:
         return built
 
     def install(self) -> tuple[HookedEngine, tuple[Any, ...]]:
-        """Let stock build an engine of our parts.
+        """Let stock build an engine of our parts. Raises `HeteroError` on every rank: something cannot be used.
 
         Returns:
             The engine with what the hooks around its methods need; and what stock returns.
 
         Caller: every rank of the world.
-
-        Raises:
-            HeteroError: on every rank, when the model, the configuration or the optimizer cannot be used.
         """
         raise NotImplementedError
 
@@ -60,7 +57,7 @@ BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 
 def plain_configuration(ds_config: DsConfig, replica: Replica, sp_size: int | None) -> State:
-    """Make the configuration of an engine without sequence parallelism whose batches are those of the replicas.
+    """Make a configuration without sequence parallelism. Raises `ConfigError`: another global batch.
 
     Batch sizes that follow from the others are filled in, since DeepSpeed would compute them as fractions. Replicas
     that take different batches are, to DeepSpeed, one that takes batches of one sample; `report_batches_of_replicas`
@@ -68,9 +65,6 @@ def plain_configuration(ds_config: DsConfig, replica: Replica, sp_size: int | No
 
     Args:
         sp_size: the sequence-parallel size that the user gave, if any.
-
-    Raises:
-        ConfigError: the global batch is not that of the replicas.
     """
     config = {key: value for key, value in ds_config.items() if key != "data_parallel_size"}
     total, micro, steps = (config.get(name) for name in BATCH_SIZES)

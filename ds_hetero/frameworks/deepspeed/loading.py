@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def expect_one_save(engine: Engine, folder: Path, *, with_optimizer: bool) -> Manifest | None:
-    """Check that every part of a checkpoint is as one save wrote it, a share of the parts on each rank.
+    """Check that all parts are one save's, a share on each rank. Raises `CheckpointError` on every rank.
 
     Args:
         with_optimizer: check the parts that only the optimizer's state is read from.
@@ -38,9 +38,6 @@ def expect_one_save(engine: Engine, folder: Path, *, with_optimizer: bool) -> Ma
         The manifest; None where there is none, as in checkpoints of DeepSpeed alone and universal ones.
 
     Collectives: two `on_all_ranks`, none for universal checkpoints.
-
-    Raises:
-        CheckpointError: parts are missing, damaged or of another save; the same on every rank.
     """
     if engine.load_universal_checkpoint():
         return None
@@ -118,12 +115,9 @@ def _of_another_save(file: Path, manifest: Manifest) -> str | None:
 
 
 def raise_on_all_ranks(engine: Engine, load: Function, load_dir: str, tag: object, **kwargs: object) -> object:
-    """Around ``_load_checkpoint``, which loads the model: raise on every rank if any rank cannot load its file.
+    """Around ``_load_checkpoint``: fail on all ranks if any cannot load. Raises `CheckpointError`.
 
     Collectives: one `on_all_ranks`.
-
-    Raises:
-        CheckpointError: the checkpoint is unfinished, or a file cannot be loaded; the same on every rank.
     """
     folder = Path(load_dir, str(tag))
     partitioned = engine.zero_optimization_partition_weights()  # then the ranks exchange messages while they load
@@ -163,14 +157,11 @@ def _expect_stage(folder: Path, stage: int) -> None:
 def load_any_layout(
     engine: Engine, load: Function, load_dir: str, tag: object, load_optimizer_states: bool = True
 ) -> bool:
-    """Around ``_load_zero_checkpoint`` of stages 1 and 2: take the state from shards of any layout and number.
+    """Around ``_load_zero_checkpoint``: take state from any shards. Raises `CheckpointError` on every rank.
 
     Universal checkpoints, and other optimizers than ours, go DeepSpeed's way.
 
     Collectives: one `on_all_ranks`.
-
-    Raises:
-        CheckpointError: shards are missing, damaged or of another model; the same on every rank.
     """
     optimizer = engine.optimizer
     ours = isinstance(optimizer, WeightedZeroOptimizer)

@@ -150,13 +150,10 @@ _WITHOUT = "Train it without sequence parallelism, on one rank per sequence, or 
 
 
 def expect_splittable(trainer: Trainer) -> None:
-    """Refuse what does not train on shards as on one process, before the loop begins.
+    """Refuse, before the loop, what does not train on shards as on one process. Raises `ConfigError`: what to do.
 
     That is arguments of a Trainer that need whole sequences on one rank, and a second call of ``train()``: the Trainer
     lets go of its engine at the end of the first one, and has nothing to call ``backward`` of in the second.
-
-    Raises:
-        ConfigError: with the argument or the call, and what to do.
     """
     if trainer.model_wrapped is not trainer.model and not trainer.args.auto_find_batch_size:  # which tries once more
         raise ConfigError(

@@ -56,13 +56,10 @@ def complete_configuration(trainer: Trainer) -> None:
 
 
 def expect_plain_samples(trainer: Trainer, *, of_sequences: bool) -> None:
-    """Refuse what deals samples out to ranks itself, or pairs and divides them by its own rules, before the loop.
+    """Refuse what deals, pairs or divides samples itself, before the loop. Raises `ConfigError`: what to do.
 
     Args:
         of_sequences: a trainer of TRL whose loss is of whole sequences.
-
-    Raises:
-        ConfigError: with the argument or the trainer, and what to do.
     """
     if trainer.args.train_sampling_strategy == "batch_rebalance":
         raise ConfigError(

@@ -229,13 +229,10 @@ def expect_tried(trainer: Any) -> None:
 
 
 def count_replicas(arguments: Any, num_replicas: int) -> None:
-    """Let the arguments of a trainer that generates count replicas, where they counted all ranks as processes.
+    """Let a generating trainer's arguments count replicas, not ranks. Raises `ConfigError`: prompts are split.
 
     Args:
         arguments: of the trainer; ``generation_batch_size`` is set to what all replicas take in one generation.
-
-    Raises:
-        ConfigError: a batch of all replicas does not hold all generations of each of its prompts.
     """
     steps, per_replica = arguments.steps_per_generation, arguments.per_device_train_batch_size
     size = per_replica * num_replicas * steps

@@ -66,7 +66,7 @@ class PlacedLengths:
 def place_lengths(
     lengths: Sequence[int], costs: UnitCosts, *, padding: int = 0, min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS
 ) -> PlacedLengths:
-    """Place documents of these lengths, wherever they lie in a row.
+    """Place documents of these lengths, wherever they lie in a row. Raises `BatchError`: too little memory.
 
     Among candidates within 2 % of the fastest, those that balance computing within 4 % if there are any, the one with
     the fewest fragments wins, and of several the fastest: every cut makes its units wait for one another where one is
@@ -74,9 +74,6 @@ def place_lengths(
 
     Args:
         min_cut_tokens: shorter documents are not cut.
-
-    Raises:
-        BatchError: the units' memory does not suffice.
     """
     if not lengths:
         return with_padding([], [], costs, padding)

@@ -122,7 +122,7 @@ def place_documents(
     min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS,
     remap: RemapWish = "where_faster",
 ) -> Placement:
-    """Place the documents of one batch row on the units of a schedule.
+    """Place a row's documents on a schedule's units. Raises `BatchError`: they overlap, leave it, or do not fit.
 
     Unless tokens always move, the result is never predicted to be slower than the stream, than every document over all
     units, and than every document over one node. Positions outside every document are padding: they are placed too, as
@@ -132,9 +132,6 @@ def place_documents(
         min_cut_tokens: shorter documents are never cut.
         remap: whether tokens move between attention and linear layers. ``"where_faster"``: where the block is predicted
             to take at most `WORTH_MOVING` of the time, and the costs of moving are known.
-
-    Raises:
-        BatchError: documents that overlap or leave the row, or that do not fit into the units' memory.
     """
     assert len(costs.token_s) == schedule.ring_size, (costs.token_s, schedule.ring_size)
     check_documents(documents, length)

@@ -68,13 +68,10 @@ def placed_of(plan: Plan, pools: Pools) -> tuple[PlacedPipeline, ...]:
 def judge_given(
     plan: Plan, cost_model: str, cluster: Cluster, model: ModelSpec, workload: Workload
 ) -> tuple[StageCosts, Finished]:
-    """Predict a plan with its own recomputation and owners of optimizer state.
+    """Predict a plan with its own recomputation and owners. Raises `PlanError`: see `judge_plan`.
 
     Returns:
         The cost model with what the plan says, and the prediction.
-
-    Raises:
-        PlanError: the cost model is unknown; or see `judge_plan`.
     """
     if plan.activation_checkpointing is not None:
         workload = replace(workload, activation_checkpointing=plan.activation_checkpointing)

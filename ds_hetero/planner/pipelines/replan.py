@@ -73,13 +73,10 @@ def replan(
     effort_s: float | None = None,
     progress: Progress | None = None,
 ) -> Replanned:
-    """Plan again for the devices that are left.
+    """Plan again for devices that are left. Raises `PlanError`: nothing fits or is left, or ranks are of no such plan.
 
     Args:
         make_costs: cost models for a cluster, the plan's own first; others recompute where it does not, or the like.
-
-    Raises:
-        PlanError: a lost rank does not exist, none is left, the plan is for another cluster, or nothing fits.
     """
     started = time.perf_counter()
     survivors = _survivors(cluster, lost)

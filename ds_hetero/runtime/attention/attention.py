@@ -52,7 +52,7 @@ class AttentionSpec:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, replica: Replica, batch: BatchLayout, spec: AttentionSpec, clock: Clock = UNTIMED
 ) -> Tensor:
-    """Attention of this rank's tokens to the whole sequence.
+    """Attention of this rank's tokens to the whole sequence. Raises `BatchError`: q, k, v have other shapes.
 
         q [B, H, s, D], k and v [B, G, s, D]: this rank's tokens, every head
         result [B, s, H, D]; zero for tokens that are padding
@@ -65,9 +65,6 @@ def attention(
     Collectives: forward two all_to_all_single and K - 1 rounds of point-to-point
         messages in every lane of K units, or more of them, see `ds_hetero.batch.routes`; the same again backward. Two
         all_to_all_single more, each way, where the placement moves tokens.
-
-    Raises:
-        BatchError: q, k, v do not have the shapes that schedule and batch give this rank.
     """
     _check_shapes(q, k, v, replica, batch)
     q, k, v = to_attention((q, k, v), replica, batch, clock)

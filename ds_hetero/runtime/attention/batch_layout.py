@@ -84,7 +84,7 @@ class BatchLayout:
 def agree_on_batch(
     replica: Replica, local: LocalBatch, earlier: Sequence[Schedule] = (), recent: Sequence[KnownPlacement] = ()
 ) -> BatchLayout:
-    """Exchange what the ranks see of the batch and derive the layout that all of them share.
+    """Exchange what ranks see, and derive the layout that they share. Raises `BatchError` on every rank.
 
     Args:
         local: what this rank sees of the batch.
@@ -95,9 +95,6 @@ def agree_on_batch(
     Caller: every rank of the replica, once per sharded forward.
     Collectives: one all_gather of a fixed header; one more of [B, max s] integers if positions restart or a mask pads
         in a batch that was not placed by its documents.
-
-    Raises:
-        BatchError: on every rank, when the shards do not form one batch, or its mask cannot be honoured.
     """
     headers = gather_headers(replica, local)
     expect_one_batch(replica, headers)

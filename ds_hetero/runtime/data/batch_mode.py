@@ -101,13 +101,10 @@ def decide_batch_mode(reports: Sequence[LoaderReport]) -> tuple[str | None, str]
 
 
 def expect_unsharded(reports: Sequence[LoaderReport], divides_samples: bool) -> None:
-    """Check the loaders of replicas that take different batches.
+    """Check loaders of unlike replicas. Raises `BatchError` on every rank: sharded already, or "own".
 
     Args:
         divides_samples: whether the loader's samples are those of the whole job, to be divided among the replicas.
-
-    Raises:
-        BatchError: a loader is sharded already, or is to have other batches on each rank; equal on every rank.
     """
     if any(report.requested == OWN for report in reports):
         raise BatchError('batches="own" cannot be used where the replicas take different batches; leave it out.')

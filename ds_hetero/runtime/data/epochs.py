@@ -45,7 +45,6 @@ class Epochs:
 
     Args:
         names: by which it shows its parts.
-
         compares: whether an epoch of this loader is a whole one, whose batches a resumed one can be compared with.
 
     Attributes:

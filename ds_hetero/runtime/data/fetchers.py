@@ -186,7 +186,7 @@ class DividedBatches(Fetcher):
 
 @waiting_for_peers("comparing the loaders of all ranks")
 def make_fetcher(batches: WholeBatches, replica: Replica, placer: Placer, requested: str | None) -> Fetcher:
-    """Agree with all ranks on the way in which their loaders hold batches.
+    """Agree with all ranks how their loaders hold batches. Raises `BatchError` on every rank: they contradict.
 
     Args:
         batches: this rank's batches. Where the replicas take different ones, it is changed to read this replica's.
@@ -194,9 +194,6 @@ def make_fetcher(batches: WholeBatches, replica: Replica, placer: Placer, reques
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks` of a short description of the loader; another where first batches are compared.
-
-    Raises:
-        BatchError: the loaders contradict each other; on every rank.
     """
     report = describe_loader(batches.dataloader, batches.names, replica.replica_id, requested)
     reports = on_all_ranks(lambda: report)

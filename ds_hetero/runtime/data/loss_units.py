@@ -135,16 +135,13 @@ def unit_of_probes(probes: Sequence[Probe], name: str) -> str:
 
 
 def expect_documents_apart(compute: Callable[[Batch], Tensor | None], batch: Batch, name: str) -> None:
-    """Refuse a model whose packed documents see each other: ranks put others into a row than one process does.
+    """Refuse a model whose packed documents see each other. Raises `ModelError` on every rank: the loss moves.
 
     Where a rank's batch is a row of several documents, the loss of the last one is computed with two sets of tokens
     before it.
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`; those of two forwards and one `on_all_ranks` more where a rank has such a row.
-
-    Raises:
-        ModelError: the loss moves; on every rank.
     """
     pair = _with_other_documents(batch)
     if not any(on_all_ranks(lambda: pair is not None)):

@@ -55,7 +55,7 @@ def manifest(placed: PlacedBatch) -> bytes:
 def exchange_shards(
     placed: PlacedBatch | None, manifests: Sequence[bytes], replica: Replica, placer: Placer
 ) -> list[Entries]:
-    """Trade this rank's whole batch for this rank's shard of every batch.
+    """Trade this rank's whole batch for its shard of every batch. Raises `BatchError`: a rank places it otherwise.
 
     Args:
         manifests: of all ranks of the replica; empty for a rank without a batch.
@@ -63,9 +63,6 @@ def exchange_shards(
 
     Returns:
         One shard per batch, in the order of the ranks that had them, each with a `ShardInfo`; tensors on the CPU.
-
-    Raises:
-        BatchError: this rank places a batch otherwise than the rank that holds it.
 
     Caller: every rank of the replica.
     Collectives: one all_to_all_single.

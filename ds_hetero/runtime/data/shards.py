@@ -135,16 +135,13 @@ def place(placer: Placer, schedule: Schedule, batch: WholeBatch) -> PlacedBatch:
 
 
 def read_batch(batch: Any, keep_labels: bool = False, keep_inputs: bool = False) -> WholeBatch:
-    """Sort the entries of a batch by the rules of this module.
+    """Sort the entries of a batch by this module's rules. Raises `BatchError`: one that cannot be cut, by name.
 
     Args:
         batch: a mapping as collators make it.
         keep_labels: keep ``labels``, unmoved, beside ``shift_labels``; a model that is not given ``shift_labels`` would
             move them inside its shard and lose the labels at the borders.
         keep_inputs: leave everything but labels whole, for a model that cuts what its decoder is given.
-
-    Raises:
-        BatchError: not a mapping, no tokens, or an entry that cannot be cut; the message names it.
     """
     if not isinstance(batch, Mapping):
         raise BatchError(f"a batch must be a mapping from names to tensors, got {type(batch).__name__}.")

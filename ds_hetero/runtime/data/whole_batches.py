@@ -227,16 +227,13 @@ class WholeBatches:
 
 
 def with_documents(batch: WholeBatch, *, joins_rows: bool = True) -> WholeBatch:
-    """The same batch with its documents, of one row where it can be.
+    """The same batch with its documents, in one row where it can be. Raises `BatchError`: it does not say them.
 
     Several rows, or one with padding, become one row of the real tokens, so that padding is not computed, if every
     entry has one value per token and no label counts at the padding. A label at the last token of a row stays there.
 
     Args:
         joins_rows: False leaves rows and padding as they are.
-
-    Raises:
-        BatchError: boundaries or a mask that name no documents.
     """
     source, documents = _documents(batch)
     if joins_rows and (flat := _flattened(batch, documents)):

@@ -47,12 +47,9 @@ def samples_of_step(plan: Plan) -> int:
 
 
 def micro_batches(plan: Plan, pipeline: int, batch: WholeBatch) -> list[WholeBatch]:
-    """Return the micro-batches of a pipeline: its run of the rows of a global batch, in order.
+    """Micro-batches of a pipeline: its run of a global batch's rows. Raises `BatchError`: it has too many.
 
     A global batch with fewer rows than the plan's, as the last one of an epoch, leaves the last pipelines with less.
-
-    Raises:
-        BatchError: it has more rows than the plan's pipelines take.
     """
     if batch.batch_size > samples_of_step(plan):
         taken = " + ".join(f"{p.micro_batches} x {p.micro_batch_size}" for p in plan.pipelines)

@@ -112,7 +112,7 @@ class PipelineRunner(Generic[B]):
     def train(
         self, batches: Sequence[B], no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> Tensor | None:
-        """Run forward and backward of every micro-batch.
+        """Run forward and backward of every micro-batch. Raises `PeerError`: a rank of a neighbouring stage failed.
 
         Args:
             no_sync: gradients of all backwards but the last are computed inside.
@@ -121,9 +121,6 @@ class PipelineRunner(Generic[B]):
             The sum of the losses' values on the last stage, None on the others.
 
         Caller: every rank of the pipeline, with the same micro-batches.
-
-        Raises:
-            PeerError: a rank of a neighbouring stage failed.
         """
         in_flight = self._neighbours.pipeline.in_flight(self._neighbours.stage)
         return self._run(batches, one_f_one_b(in_flight, len(batches)), no_sync)

@@ -69,13 +69,10 @@ def held_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]:
 
 
 def carried_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]:
-    """Position intervals that ``rank`` sends to a neighbouring stage and receives from it.
+    """Position intervals of ``rank`` sent to a neighbour and received. Raises `ScheduleError`: see `held_intervals`.
 
     What it holds; of copies on n ranks the part with its place among them, ascending, which has ceil(length / n) tokens
     as far as there are any.
-
-    Raises:
-        ScheduleError: see `held_intervals`.
     """
     if stage.schedule is not None:
         return held_intervals(stage, length, rank)
@@ -86,13 +83,10 @@ def carried_intervals(stage: Stage, length: int, rank: int) -> tuple[Range, ...]
 
 @lru_cache(maxsize=1024)
 def transfers(source: Stage, target: Stage, length: int) -> tuple[ActivationTransfer, ...]:
-    """Return the messages that bring the activations of one stage to another.
+    """Return the messages of activations from one stage to another. Raises `ScheduleError`: see `held_intervals`.
 
     Returns:
         By receiver and by sender, in the order of the stages' ranks; the same on every rank.
-
-    Raises:
-        ScheduleError: see `held_intervals`.
     """
     held, wanted = ([(rank, carried_intervals(s, length, rank)) for rank in s.ranks] for s in (source, target))
     return tuple(

@@ -174,13 +174,10 @@ def synchronizer_of(stage: StagedModel, plan: Plan, groups: ProcessGroups) -> As
 
 
 def groups_by_name(groups: Iterable[Content], names: Mapping[int, str]) -> Groups:
-    """Return the parameter groups that a user made of the whole model, with names for parameters.
+    """The whole model's parameter groups, with names. Raises `ConfigError`: a parameter is not the model's.
 
     Args:
         groups: of an optimizer, or as `deepspeed.initialize` takes ``model_parameters``.
-
-    Raises:
-        ConfigError: a parameter is not the model's.
     """
     named = []
     for group in groups:

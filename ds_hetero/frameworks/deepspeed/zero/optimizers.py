@@ -70,16 +70,13 @@ OPTIMIZERS: dict[int, Replacement] = {1: _STAGES_1_AND_2, 2: _STAGES_1_AND_2, 3:
 def agree_on_owners(
     start: JobStart, ds_config: DsConfig, model: torch.nn.Module, optimizer: Any
 ) -> tuple[tuple[float, ...], Nodes | None]:
-    """Decide the ZeRO shares of all ranks and check them against the rest of the configuration.
+    """Decide the ZeRO shares of all ranks. Raises `ConfigError` on every rank; see `expect_possible`.
 
     Returns:
         One weight per rank, the same on every rank; and the nodes each of which owns everything, if any.
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`; those of `Nodes.of_job`.
-
-    Raises:
-        ConfigError: on every rank; see `expect_possible` and `ds_hetero.sharding.zero_partition.check_weights`.
     """
     within = start.section.zero_within
 
@@ -113,13 +110,10 @@ def _weights_of(start: JobStart, world_size: int) -> tuple[float, ...]:
 def expect_possible(
     ds_config: DsConfig, weights: Sequence[float], model: torch.nn.Module | None, optimizer: Any = None
 ) -> None:
-    """Check that unequal partitions can be had with the rest of the configuration.
+    """Refuse what unequal partitions cannot be had with. Raises `ConfigError`: what stands against them.
 
     Args:
         weights: one per rank; equal ones are always possible.
-
-    Raises:
-        ConfigError: they cannot; the message names what stands against it.
     """
     is_within = ds_config.get(SECTION, {}).get("zero_within") is not None
     if is_within:

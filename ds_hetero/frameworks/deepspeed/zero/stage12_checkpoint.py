@@ -94,7 +94,7 @@ def read_groups(
     *,
     round_robin: bool,
 ) -> tuple[list[RestoredGroup], State]:
-    """This rank's part of every parameter group, from the shards of a checkpoint.
+    """This rank's part of every group, from shards. Raises `CheckpointError`: of other parameters, or groups.
 
     Args:
         read: the content of the i-th shard's file; called once for each shard that is needed, this rank's own first.
@@ -104,9 +104,6 @@ def read_groups(
 
     Returns:
         the groups, and the state of one shard for what is the same in all of them.
-
-    Raises:
-        CheckpointError: the checkpoint is of other parameters, or of other parameter groups.
     """
     first = min(rank, num_shards - 1)
     content = read(first)

@@ -300,12 +300,9 @@ def _padded(flat: Tensor, size: int) -> Tensor:
 
 
 def check_stage3(ds_config: DsConfig) -> None:
-    """Check that a configuration asks for nothing that needs shards of one size, on stage 3 alone.
+    """Refuse settings of stage 3 that need shards of one size. Raises `ConfigError`: names the setting.
 
     What no stage can do stands in `ds_hetero.frameworks.deepspeed.keys`.
-
-    Raises:
-        ConfigError: it does; names the setting.
     """
     if get_zero_config(ds_config).use_all_reduce_for_fetch_params:
         raise ConfigError(

@@ -252,13 +252,10 @@ def _inner_state_dict(optimizer: Any) -> State:
 
 
 def own_frozen_shards(saved: Saved, engine: Engine, names: set[str]) -> dict[str, Tensor]:
-    """This rank's shards of the frozen parameters, by name.
+    """This rank's frozen shards, by name. Raises `CheckpointError`: it lacks some, or has other shapes.
 
     Args:
         names: of what the checkpoint holds as frozen, which includes parameters without elements.
-
-    Raises:
-        CheckpointError: the model has frozen parameters that the checkpoint has not, or of another shape.
     """
     named: State = {engine.param_names[param]: param for param in engine.module.parameters()}
     frozen = {name: param for name, param in named.items() if name in names or not param.requires_grad}

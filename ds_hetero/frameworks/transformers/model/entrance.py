@@ -76,13 +76,10 @@ def local_batch(kwargs: Entries, dtype: torch.dtype) -> LocalBatch:
 
 
 def expect_arguments(model: Called, arguments: Batch, *, in_call: bool) -> None:
-    """Refuse arguments with which a forward on shards would not compute what one process computes.
+    """Refuse arguments that would compute otherwise on shards. Raises `BatchError`: them, and reasons.
 
     Args:
         in_call: whether they are those of a sharded call, which takes whole batches.
-
-    Raises:
-        BatchError: names the arguments, their values and the reasons.
     """
     given = {name: value for name, value in arguments.items() if name != KEYWORD and value is not None}
     lines = refusals(given, has_towers=model.cuts_inputs, in_call=in_call)

@@ -92,16 +92,13 @@ def _offloads_checkpoints(module: nn.Module) -> bool:
 
 
 def model_without_weights(source: str | Path) -> nn.Module | None:
-    """The model of a config.json as it would be trained, on torch's meta device, where nothing is allocated.
+    """A config.json's model on torch's meta device. Raises `ModelError`: unreadable, or transformers refuses.
 
     Args:
         source: see `ds_hetero.models.configs.load_model`.
 
     Returns:
         None where transformers has no causal language model for it.
-
-    Raises:
-        ModelError: the file cannot be read, or transformers refuses its values.
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError

@@ -114,13 +114,10 @@ class ShardedCall:
             self._hidden = hidden
 
     def put_together(self, outputs: Any) -> Any:
-        """Results of the whole batch from those of the shard.
+        """Results of the whole batch from the shard's. Raises `ModelError`: a tuple, or results of no tokens.
 
         Caller: every rank of the replica.
         Collectives: one all_gather for each result of tokens, one all_reduce of two numbers for a loss.
-
-        Raises:
-            ModelError: the model returns a tuple, or results that are none of tokens.
         """
         if not isinstance(outputs, ModelOutput):
             raise ModelError(

@@ -244,14 +244,11 @@ class ShardedModel:
         self._checked.clear()
 
     def place_documents(self, placer: Placer | None, *, asked_for: bool = True) -> None:
-        """Place the batches that are drawn from now on by their documents.
+        """Place the batches that are drawn from now on by their documents. Raises `ConfigError`: the model has towers.
 
         Args:
             placer: for the present schedule, equal on every rank of the replica; None to cut batches by their length.
             asked_for: by the section; else batches stay as the loader gives them.
-
-        Raises:
-            ConfigError: the model has towers.
         """
         if placer is not None and self.cuts_inputs:
             raise ConfigError(

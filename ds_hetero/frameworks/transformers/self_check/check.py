@@ -51,16 +51,13 @@ class SelfCheck:
         return self._model.needs_check(features_of(self._model, batch))
 
     def check_batches_of_ranks(self, batches: Sequence[Batch]) -> None:
-        """Check a model with those batches that can show something new; every rank may have other ones, or none.
+        """Check a model with this rank's batches, if any can show something new. Raises `ModelError`.
 
         Args:
             batches: of this rank, as the wrapped loader gave them.
 
         Caller: every rank of the world, between two forwards.
         Collectives: one `on_all_ranks`, and those of `check_batch` for every batch that is looked at.
-
-        Raises:
-            ModelError: see `check_batch`.
         """
         features_of_ranks = on_all_ranks(lambda: [features_of(self._model, batch) for batch in batches])
         seen: set[frozenset[str]] = set()  # where every batch is to be checked, ranks may still hold the same one
@@ -72,15 +69,12 @@ class SelfCheck:
                 seen.add(features)
 
     def check_same_batch(self, batch: Batch) -> None:
-        """Check a model with a batch that all ranks of the replica hold, if it can show something new.
+        """Check a model with a replica's common batch, if that can show something new. Raises `ModelError`.
 
         Replicas learn nothing of each other's batches here, so that of several only the first batches are checked.
 
         Caller: every rank of the world, between two forwards.
         Collectives: those of `check_batch`, if it is looked at.
-
-        Raises:
-            ModelError: see `check_batch`.
         """
         features = (
             features_of(self._model, batch) if self._model.replica.num_replicas == 1 else frozenset({"the first batch"})
@@ -91,7 +85,7 @@ class SelfCheck:
 
 
 def check_batch(model: ShardedModel, batch: Batch | None) -> None:
-    """Compare a piece of a batch, run whole and sharded, on every rank.
+    """Compare a piece of a batch, whole and sharded, on every rank. Raises `ModelError`: names the module.
 
     Args:
         model: what is trained; nothing is left behind in it.
@@ -100,9 +94,6 @@ def check_batch(model: ShardedModel, batch: Batch | None) -> None:
     Caller: every rank of the world, between two forwards.
     Collectives: one `on_all_ranks` to agree on the piece and one after each pair of runs, one for packed documents;
         those of the forwards.
-
-    Raises:
-        ModelError: the sharded run computes something else; on every rank, naming the module.
     """
     if batch is not None:
         batch = {name: entry for name, entry in batch.items() if name not in OF_RESULTS}

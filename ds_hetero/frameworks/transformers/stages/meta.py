@@ -42,14 +42,11 @@ class _Place(NamedTuple):
 
 
 def empty_model(folder: str | Path, **options: object) -> nn.Module:
-    """Build the causal language model of a folder on the meta device; its ranks read their weights at the start.
+    """Build a folder's causal language model on the meta device. Raises `ModelError`: no folder or safetensors.
 
     Args:
         folder: with config.json and safetensors, as `save_pretrained` writes it.
         options: of `transformers.AutoModelForCausalLM.from_config`, such as ``attn_implementation`` and ``dtype``.
-
-    Raises:
-        ModelError: there is no such folder, or it has no safetensors.
     """
     import transformers
 
@@ -106,14 +103,11 @@ def fill_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def fill_parameters(model: nn.Module, names: Mapping[str, str], device: torch.device) -> None:
-    """Give the parameters that a stage has kept their memory and their values.
+    """Give a stage's parameters memory and values. Raises `ModelError`: the folder lacks one, or its shape.
 
     Args:
         model: of which parts of other stages are taken out, and tensor-parallel stages are cut.
         names: by name of a parameter in the model, its first one, under which the folder knows it.
-
-    Raises:
-        ModelError: the folder lacks a parameter, or has it in another shape.
     """
     pretrained = pretrained_of(model)
     folder = _FOLDERS.get(model)

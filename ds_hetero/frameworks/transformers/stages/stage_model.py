@@ -318,7 +318,7 @@ class _Written(NamedTuple):
 
 
 def write_stages(held: Mapping[str, nn.Parameter | Tensor], stage: tuple[int, int] | None, folder: Path) -> None:
-    """Write every parameter once, from one rank of each stage of a pipeline.
+    """Write every parameter once, from one rank of each stage. Raises `CheckpointError` on every rank.
 
     Args:
         held: what this rank holds, by the names of the whole model; a tied parameter in two stages under one name.
@@ -328,9 +328,6 @@ def write_stages(held: Mapping[str, nn.Parameter | Tensor], stage: tuple[int, in
 
     Caller: every rank of the world.
     Collectives: two `on_all_ranks`; in tensor-parallel stages an all_gather for every parameter that is cut.
-
-    Raises:
-        CheckpointError: on every rank, when a rank cannot write.
     """
     whole = {name: whole_parameter(tensor) for name, tensor in held.items()}
 

@@ -221,15 +221,12 @@ def plan_tangram(
     variant: TangramVariant | None = None,
     effort_s: float = inf,
 ) -> TangramPlan | None:
-    """Return Tangram's plan; None if no composition fits.
+    """Return Tangram's plan; None if no composition fits. Raises `PlanError`: a partial plan is invalid.
 
     Args:
         rules: of pruning; left out, all four.
         variant: what is done otherwise than in the paper; left out, nothing.
         effort_s: of the last word on its compositions, by a count of their actions; those that may be best come first.
-
-    Raises:
-        PlanError: a partial plan of the parallelizer is invalid; names the parallelizer, the field and its value.
     """
     variant = variant or TangramVariant()
     islands = form_islands(costs.pools, variant.tau)
