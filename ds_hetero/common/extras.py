@@ -12,7 +12,7 @@ OPTIONAL = ("triton", "flash-attn")
 
 
 def require(*packages: str, purpose: str) -> None:
-    """Import none of ``packages``. Raises `DependencyError`: those not installed, and what installs them.
+    """Check that packages are installed, without importing them. Raises `DependencyError`: what is missing.
 
     Args:
         purpose: what needs them, as the subject of a sentence.

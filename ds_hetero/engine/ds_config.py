@@ -92,13 +92,9 @@ def _offloads(ds_config: DsConfig, key: str) -> bool:
 
 
 def size_of_configuration(ds_config: DsConfig | None) -> int | None:
-    """Ranks that share a batch: ``sequence_parallel_size``, the ranks of an inline schedule, or all of the job.
+    """Ranks that share a batch: ``sequence_parallel_size``, an inline schedule's, or all; None if none is said.
 
     Where replicas take different batches, or are cut into stages, they are one worker on all ranks.
-
-    Returns:
-        None without the section, with batches by rank in it, with one rank, or with what is no size and will be
-        refused later.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if ds_config is None or not enabled(ds_config) or says_batches(ds_config) or world_size == 1:

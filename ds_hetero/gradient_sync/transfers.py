@@ -217,15 +217,12 @@ Owned = Sequence[Sequence[Box]]
 
 
 def move_owned(values: Mapping[str, Tensor], old: Owned, new: Owned, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give this rank what it owns of one parameter from now on.
+    """Give this rank what it owns of one parameter from now on; return its values, flat.
 
     Args:
         values: of what this rank owned, flat, by what they are: the parameter itself, moments of its optimizer.
         like: an empty tensor of the dtype and on the device of each of ``values``; the same names in the same order on
             every rank.
-
-    Returns:
-        The values of what this rank owns now, flat.
 
     Caller: every rank of the world, for the same parameters in the same order.
     Collectives: messages between old and new owners.
@@ -302,14 +299,11 @@ def agree(
     *,
     has_replicas: bool = False,
 ) -> dict[str, torch.dtype]:
-    """Check this rank's parameters and compare what must be the same. Raises `SyncError` on every rank.
+    """The dtype of every parameter, by name, once ranks have compared what must be the same. Raises `SyncError`.
 
     Args:
         settings: whatever else must be the same, compared by its ``repr``.
         has_replicas: the replicas are given, so that layouts need not have one cut for each.
-
-    Returns:
-        The dtype of every parameter, by name.
 
     Caller: every rank of ``group``.
     Collectives: one `on_all_ranks`.

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from ds_hetero.common.extras import release_of
 from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.decision.facts import JobFacts
 from ds_hetero.errors import ConfigError
@@ -162,18 +162,12 @@ def own_environment(variables: Mapping[str, str] | None = None) -> dict[str, str
 
 
 def _versions() -> dict[str, str]:
-    versions = {"torch": torch.__version__.partition("+")[0]} | {name: _installed(name) for name in _PACKAGES}
+    versions = {"torch": torch.__version__.partition("+")[0]}
+    versions |= {name: release_of(name) or "not installed" for name in _PACKAGES}
     if default_device().type == "cuda":
         library = "RCCL" if torch.version.hip else "NCCL"
         versions[library] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {f"version of {name}": text for name, text in versions.items()}
-
-
-def _installed(package: str) -> str:
-    try:
-        return str(version(package))
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def expect_same_environment(environments: Sequence[Mapping[str, str]]) -> None:

@@ -256,13 +256,8 @@ logger = logging.getLogger(__name__)
 
 COMPARED_STEPS = 100  # the latest ones are compared
 
-
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """One optimizer step."""
-
-    seconds: float  # since the one before
-    batches: tuple[tuple[Schedule, int, int], ...]  # its micro-batches as (schedule, tokens of a sequence, sequences)
+MicroBatches = tuple[tuple[Schedule, int, int], ...]
+"""Of a step, as (schedule, tokens of a sequence, sequences)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +279,7 @@ class PredictionCheck:
     def __init__(self, forecasts: Sequence[Forecast]) -> None:
         self.forecasts = tuple(forecasts)
         self._batches: list[tuple[Schedule, int, int]] = []
-        self._steps: deque[MeasuredStep] = deque(maxlen=COMPARED_STEPS)
+        self._steps: deque[tuple[float, MicroBatches]] = deque(maxlen=COMPARED_STEPS)  # with their seconds
         self._num_steps = 0
         self._last_s: float | None = None
 
@@ -304,7 +299,7 @@ class PredictionCheck:
             self._num_steps += 1
             if self._num_steps == WARM_UP:  # the first one took no part, as nothing came before it
                 self._steps.clear()
-            self._steps.append(MeasuredStep(now_s - self._last_s, tuple(self._batches)))
+            self._steps.append((now_s - self._last_s, tuple(self._batches)))
         self._last_s = now_s
         self._batches.clear()
 
@@ -327,13 +322,13 @@ class PredictionCheck:
             return None
         predict = functools.lru_cache(maxsize=None)(self._predict)
         try:
-            predicted = [predict(step.batches) for step in steps]
+            predicted = [predict(batches) for _, batches in steps]
         except HeteroError as error:
             logger.debug("the steps cannot be predicted: %s", error)
             return None
-        return Comparison(len(steps), median(predicted), median(step.seconds for step in steps))
+        return Comparison(len(steps), median(predicted), median(seconds for seconds, _ in steps))
 
-    def _predict(self, batches: tuple[tuple[Schedule, int, int], ...]) -> float:
+    def _predict(self, batches: MicroBatches) -> float:
         """Seconds of a step of these micro-batches on the slowest replica.
 
         Each counts as its share of a step of micro-batches like itself. Other replicas are assumed to have batches like

@@ -151,10 +151,7 @@ class Replanning:
         self._search = search if self._world.rank == 0 else None
 
     def observe(self, step: int, seen: JobTimes) -> bool:
-        """Change the plan if these times call for it.
-
-        Returns:
-            Whether the plan has changed.
+        """Change the plan if these times call for it; return whether it has changed.
 
         Caller: every rank of the world.
         Collectives: one `on_all_ranks`, and one more for every proposal that did not fit.
@@ -178,13 +175,10 @@ class Replanning:
         return True
 
     def resume(self, content: JsonObject) -> bool:
-        """Go on with a changed plan of an earlier run, if it is one for these ranks and this model.
+        """Go on with a changed plan of an earlier run, if it is one for this job; return whether it has changed.
 
         Args:
             content: as in a file of version 2; the same on every rank.
-
-        Returns:
-            Whether the plan has changed.
 
         Caller: every rank of the world, between two steps.
         """

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from ds_hetero.cluster import load_cluster
+from ds_hetero.common.extras import release_of
 from ds_hetero.common.reading import JsonObject
 from ds_hetero.decision.decide import COST_MODEL, JobStart
 from ds_hetero.decision.decide_pipelines import pipelines_workload
@@ -208,12 +208,5 @@ def _scenario_of_pipelines(start: JobStart) -> PlanScenario | None:
 
 
 def _versions() -> dict[str, str]:
-    packages = {name: _version(name) for name in _PACKAGES}
+    packages = {name: release_of(name) for name in _PACKAGES}
     return {"python": sys.version.split()[0], **{name: text for name, text in packages.items() if text is not None}}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -146,10 +146,7 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts], *, has_kernel: bo
 
 
 def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> str | None:
-    """Refuse what this rank alone can see of a job to be impossible, before anything is measured.
-
-    Returns:
-        See `expect_kernel`.
+    """Refuse what this rank alone sees to be impossible, before anything is measured; return `expect_kernel`'s.
 
     Raises:
         ConfigError: see `expect_kernel`; or the world cannot be divided into replicas of the given size.

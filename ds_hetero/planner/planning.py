@@ -304,13 +304,10 @@ def faster_zero_stage(cost: CostModel, schedule: Schedule, now_s: float) -> Othe
 
 
 def _most_promising(cost: CostModel, planned: PlannedSchedule, limit_s: float) -> list[tuple[float, tuple[int, ...]]]:
-    """Ranks to keep, of which no schedule is known to take ``limit_s`` or longer; the most promising first.
+    """Ranks to keep, most promising first, with a time below ``limit_s`` that no schedule of theirs undercuts.
 
     A schedule of theirs is one of all ranks too, with the others idle, where it takes no less than the best one. What
     it takes less without them is at most what stands whatever the schedule.
-
-    Returns:
-        a time that no schedule of theirs undercuts, and the ranks.
     """
     every = range(cost.cluster.num_ranks)
     kept = {tuple(rank for rank in every if rank not in out) for out in _left_out(cost.cluster, planned)}

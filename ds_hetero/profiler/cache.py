@@ -60,7 +60,7 @@ def measure_cached(
     show_progress: bool = True,
     folder: Path | None = None,
 ) -> tuple[JsonDict, bool]:
-    """Measure the live ranks, or return the result from the last time that these very ranks were measured.
+    """The cluster file's content of the live ranks, the same on all, and whether it was measured just now.
 
     Rank 0 reads and writes the cache. A damaged file is ignored with a warning and written anew. Where there is no
     folder for a cache, or one that cannot be read or written, rank 0 warns and the ranks are measured. What was
@@ -68,9 +68,6 @@ def measure_cached(
 
     Args:
         folder: of the cache; `cache_folder` if left out.
-
-    Returns:
-        The content of a cluster file and whether it was measured just now, the same on every rank.
 
     Caller: every rank.
     """

@@ -62,16 +62,13 @@ def measure(
     window_s: float = WINDOW_S,
     show_progress: bool = True,
 ) -> JsonDict:
-    """Measure devices and links of all ranks. Raises `ClusterError`: a rank could not be measured; on every rank.
+    """Measure all ranks; the content of a cluster file. Raises `ClusterError` on every rank: one could not be.
 
     Args:
         dtype: to measure in; left out, `default_dtype` of the device.
         attention: the kernel to time, torch's own if left out.
         window_s: seconds per timing.
         show_progress: show a bar on rank 0's stderr.
-
-    Returns:
-        The content of a cluster file, the same on every rank.
 
     Caller: every rank. Without a default process group one is made from the launcher's environment, for the duration.
     """

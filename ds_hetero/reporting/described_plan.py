@@ -124,10 +124,7 @@ class DescribedPlan:
 
 
 def read_described_plan(path: str | Path) -> DescribedPlan | Plan:
-    """Read a plan file, or what ``ds-hetero plan --json`` printed.
-
-    Returns:
-        The plan alone where the file does not say what it was made for.
+    """Read a plan file, or what ``ds-hetero plan --json`` printed; the plan alone where it says no scenario.
 
     Raises:
         PlanError, ScheduleError: the file cannot be read, is of another version, or is wrong.

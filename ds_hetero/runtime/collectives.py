@@ -46,14 +46,11 @@ def pairs_by_order(group: ProcessGroup | None = None) -> bool:
 def all_gather_bytes(
     numbers: Sequence[int], payload: bytes, group: ProcessGroup | None = None
 ) -> tuple[list[list[int]], list[bytes]]:
-    """Give every rank the integers and the bytes of every rank.
+    """Give every rank the integers and the bytes of every rank, by rank of ``group``.
 
     Args:
         numbers: at most 14, as many on every rank.
         group: the ranks that take part; None for the whole job.
-
-    Returns:
-        The integers and the bytes, by rank of ``group``.
 
     Caller: every rank of ``group``, in the same phase of the job (`waiting_for_peers`).
     Collectives: one all_gather of 16 integers; one more of the longest payload, if there is any. For the whole job they
@@ -134,15 +131,12 @@ def _raise_different_phases(phase: str, group: ProcessGroup) -> NoReturn:
 
 
 def on_all_ranks(compute: Callable[[], T], group: ProcessGroup | None = None, *, names_rank_0: bool = False) -> list[T]:
-    """Run ``compute`` on every rank; return all results, or raise the same error on every rank.
+    """Run ``compute`` on every rank; return all results, by rank of ``group``, or raise one error on every rank.
 
     Args:
         compute: returns what pickle can carry. It may run collectives only if it cannot fail before them.
         group: the ranks that take part; None for the whole job, which is one rank without `torch.distributed`.
         names_rank_0: whether a failure of rank 0 alone is its own, as it is for what every rank does for itself.
-
-    Returns:
-        The results, by rank of ``group``.
 
     Caller: every rank of ``group``.
     Collectives: one `all_gather_bytes`, after ``compute``.

@@ -138,13 +138,10 @@ class Meeting:
 
 
 def meet(limit_s: float) -> tuple[Meeting, Meeting]:
-    """Connect to the launcher's store, or to one of its own. Raises `PeerError`: nobody keeps or reaches it.
+    """Two connections to the launcher's store or to one of its own. Raises `PeerError`: nobody keeps or reaches it.
 
     Args:
         limit_s: seconds to wait for whoever keeps the store.
-
-    Returns:
-        Two connections: one may wait in a call while the other is asked.
     """
     if "RANK" not in os.environ:
         own = HashStore()

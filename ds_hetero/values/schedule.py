@@ -130,13 +130,10 @@ class Schedule:
         return self.sub_ring_tasks(tuple(range(self.ring_size)))
 
     def sub_ring_tasks(self, members: tuple[int, ...]) -> tuple[Piece, ...]:
-        """Sub-ring tasks: head ranges held by exactly one rank per group (HexiSeq section 3.3).
+        """Head ranges of one rank per group (HexiSeq section 3.3); ``owners[k]``: global rank in ``members[k]``.
 
         Args:
             members: ring positions of the groups.
-
-        Returns:
-            pieces whose ``owners[k]`` is the *global rank* that holds the range in the group at ``members[k]``.
         """
         return _sub_ring_tasks(self, members)
 
@@ -264,13 +261,10 @@ def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=64)
 def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ...]:
-    """Cut the positions ``0 .. sum(sizes) - 1`` into as many shares as there are ``sizes``.
+    """Position intervals, ascending, of as many shares of ``0 .. sum(sizes) - 1`` as there are ``sizes``.
 
     Args:
         layout: one of `LAYOUTS`.
-
-    Returns:
-        Position intervals of every share, ascending; some may be empty.
     """
     if layout == "contiguous":
         return tuple((part,) for part in Split(sizes).ranges)

@@ -37,7 +37,7 @@ from ds_hetero.values.schedule import Schedule
 MAX_TIMELINE_RANKS = 16  # drawn; where there are more kinds of work, the first ones
 MAX_LABELLED_RANKS = 24  # with more, numbers on the bars would overlap
 KINDS = {"non_attention": "#8da0cb", "attention": "#66c2a5", "all_to_all": "#e78ac3", "ring": "#fc8d62"}
-GROUP_COLOURS = ("#4c78a8", "#f2a33a", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
+COLOURS = ("#4c78a8", "#f2a33a", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
 GREY = "#666666"
 
 
@@ -50,7 +50,7 @@ def draw_schedule(scenario: Scenario, cost: CostModel, schedule: Schedule, predi
     figure = Figure(figsize=(width, 1.5 + sum(heights)), layout="constrained")
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     colour_of = {
-        rank: GROUP_COLOURS[position % len(GROUP_COLOURS)]
+        rank: COLOURS[position % len(COLOURS)]
         for position, group in enumerate(schedule.ring_groups)
         for rank in group.ranks
     }
@@ -201,7 +201,6 @@ def draw_documents(scenario: Scenario, report: DocumentsReport) -> Figure:
 
 MAX_ROWS = 16  # makeups that are drawn
 MAX_MICRO_BATCHES = 24  # drawn in the timeline
-COLOURS = ("#4c78a8", "#f2a33a", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
 FORWARD, BACKWARD = "#8da0cb", "#fc8d62"
 
 

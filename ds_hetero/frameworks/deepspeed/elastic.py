@@ -60,13 +60,10 @@ class ElasticEngine:
         self._unsaved_step: int | None = None  # done since the loop has last asked for a batch
 
     def resume(self, objects: Objects) -> int | None:
-        """Find and put back the newest save; from here on `end_batch` saves what is due.
+        """Find and put back the newest save, and save from here on; its step, or None where the job begins.
 
         Args:
             objects: of the script, that are a part of its state.
-
-        Returns:
-            The step that the job goes on from; None where it begins.
 
         Caller: every rank, once.
         """

@@ -29,13 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 def expect_one_save(engine: Engine, folder: Path, *, with_optimizer: bool) -> Manifest | None:
-    """Check that all parts are one save's, a share on each rank. Raises `CheckpointError` on every rank.
+    """The manifest (None without one) once all parts are one save's. Raises `CheckpointError` on every rank.
 
     Args:
         with_optimizer: check the parts that only the optimizer's state is read from.
-
-    Returns:
-        The manifest; None where there is none, as in checkpoints of DeepSpeed alone and universal ones.
 
     Collectives: two `on_all_ranks`, none for universal checkpoints.
     """

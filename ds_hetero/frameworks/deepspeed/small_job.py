@@ -60,11 +60,7 @@ def time_steps(
     batches: Sequence[Mapping[str, Tensor]],
     ds_config: DsConfig,
 ) -> tuple[list[float], int | None]:
-    """Train on batches as `train_one_step` does on one.
-
-    Returns:
-        This rank's seconds of every step, and the largest number of bytes that tensors had on its device in the last
-        one; None on CPUs.
+    """Train as `train_one_step` does; seconds of every step, and peak bytes of tensors in the last (None on CPUs).
 
     Caller: every rank of the world.
     """

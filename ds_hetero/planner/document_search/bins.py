@@ -77,16 +77,13 @@ def deal(
     least_tokens: int = LEAST_FRAGMENT_TOKENS,
     widen: int = 1,
 ) -> list[Pieces] | None:
-    """Place every part: whole on the bin that ends first, or cut if that would take longer than the budget.
+    """Bins of every part with tokens: whole on the first to end, or cut if that takes too long; None without room.
 
     Args:
         parts: longest first.
         budget_s: a bin takes whole parts as long as it ends within this time.
         least_tokens: parts shorter than two of these are not cut, and fragments are this long where possible.
         widen: cut over so many times the bins that are needed.
-
-    Returns:
-        The bins of every part with their tokens, or None if the rooms do not suffice.
     """
     queues = _Queues(bins)
     kinds, loads_s, room, held = queues.kinds, bins.load_s, bins.room, bins.tokens
@@ -190,7 +187,7 @@ def _cut(part: DocumentPart, bins: Bins, budget_s: float, least_tokens: int, wid
 
 
 def water_fill(load_s: Sequence[float], per_s: Sequence[float], room: Sequence[int], tokens: int) -> list[int] | None:
-    """Whole tokens of every bin so that all bins that get some end together.
+    """Whole tokens of every bin, so that those which get some end together; None if the rooms do not suffice.
 
     The level L solves  sum_i max(0, L - load_i) / per_i = tokens; shares above a bin's room are clipped and the rest is
     shared again.
@@ -198,9 +195,6 @@ def water_fill(load_s: Sequence[float], per_s: Sequence[float], room: Sequence[i
     Args:
         per_s: seconds per token, ``[bin]``.
         room: most tokens, ``[bin]``.
-
-    Returns:
-        Tokens of every bin, or None if the rooms do not suffice.
     """
     if sum(most for most in room if most > 0) < tokens:
         return None

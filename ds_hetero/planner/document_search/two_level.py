@@ -46,13 +46,10 @@ def over_one_node(lengths: Sequence[int], by_node: Sequence[Sequence[int]], cost
 
 
 def over_one_node_s(lengths: Sequence[int], nodes: Bins, costs: UnitCosts) -> tuple[float, list[list[int]]]:
-    """Documents dealt whole to nodes, longest first: the predicted time of `over_one_node`, and who holds what.
+    """Documents dealt whole to nodes, longest first: the time of `over_one_node` (or infinity), and who holds what.
 
     Args:
         nodes: empty bins, one per node, with the speed of all its units.
-
-    Returns:
-        Infinity and nothing where memory does not suffice.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
     dealt = deal([DocumentPart(j, lengths[j], lengths[j]) for j in order], nodes, float("inf"))
@@ -130,15 +127,12 @@ class Effort(NamedTuple):
 def two_level(
     lengths: Sequence[int], order: Sequence[int], costs: UnitCosts, bound_s: float, effort: Effort, least_tokens: int
 ) -> list[Pieces] | None:
-    """Place all documents.
+    """Units of every document with their tokens; None if the memory of a node or a unit does not suffice.
 
     Args:
         order: their indices, longest first.
         effort: how much more than the ideal time a unit and a node may take.
         least_tokens: fragments are this long where possible.
-
-    Returns:
-        Units of every document with their tokens, or None if the memory of a node or a unit does not suffice.
     """
     units = costs.units_by_node
     nodes = node_bins(costs)

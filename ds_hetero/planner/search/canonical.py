@@ -24,15 +24,12 @@ from ds_hetero.values.schedule import Group, Schedule
 def make_problem(
     cost: CostModel, *, layout: str | None = None, token_unit: int = 1, head_units: tuple[int, ...] = ()
 ) -> tuple[Problem, Ints]:
-    """The search problem of a cost model, in canonical order.
+    """The search problem of a cost model in canonical order, and the rank of every canonical index.
 
     Args:
         layout: ``"contiguous"``, or zigzag for anything else.
         token_unit: tokens are handed out in multiples of this.
         head_units: granularities of head cuts; left out, whole KV heads, which then travel once, and single heads.
-
-    Returns:
-        problem, and the rank of every canonical index.
     """
     cluster, workload, rank_of = canonical(cost.cluster, cost.workload)
     moved = make_cost_model(cost.name, cluster, cost.model, workload)

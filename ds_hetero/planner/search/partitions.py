@@ -65,13 +65,10 @@ def best_levels(speed_C: Floats, count_C: Ints, num_heads: int, keep: int) -> It
 
 
 def cover(patterns: Ints, heads_C: Ints, count_C: Ints, num_heads: int, thrift: float) -> tuple[list[Ints], Ints]:
-    """Form groups that each cover ``num_heads``, wasting little and keeping to the mix that is left.
+    """Groups, as counts by class, that cover ``num_heads`` with little waste and keep the mix; and what is left.
 
     Greedy: always the pattern of least waste plus ``thrift`` times its deviation from the mix of the devices still
     free, a few times over before the mix is looked at again.
-
-    Returns:
-        groups as counts by class, and the counts left over.
     """
     left = count_C.copy()
     groups: list[Ints] = []

@@ -55,14 +55,11 @@ def manifest(placed: PlacedBatch) -> bytes:
 def exchange_shards(
     placed: PlacedBatch | None, manifests: Sequence[bytes], replica: Replica, placer: Placer
 ) -> list[Entries]:
-    """Trade this rank's whole batch for its shard of every batch. Raises `BatchError`: a rank places it otherwise.
+    """This rank's shard of every batch, by the ranks that had them, on the CPU. Raises `BatchError`: placed otherwise.
 
     Args:
         manifests: of all ranks of the replica; empty for a rank without a batch.
         placer: decides who holds which positions of the batches of the other ranks.
-
-    Returns:
-        One shard per batch, in the order of the ranks that had them, each with a `ShardInfo`; tensors on the CPU.
 
     Caller: every rank of the replica.
     Collectives: one all_to_all_single.

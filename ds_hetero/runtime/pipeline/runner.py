@@ -112,13 +112,10 @@ class PipelineRunner(Generic[B]):
     def train(
         self, batches: Sequence[B], no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> Tensor | None:
-        """Run forward and backward of every micro-batch. Raises `PeerError`: a rank of a neighbouring stage failed.
+        """Run all passes; return the sum of losses on the last stage, else None. Raises `PeerError`: one failed.
 
         Args:
             no_sync: gradients of all backwards but the last are computed inside.
-
-        Returns:
-            The sum of the losses' values on the last stage, None on the others.
 
         Caller: every rank of the pipeline, with the same micro-batches.
         """

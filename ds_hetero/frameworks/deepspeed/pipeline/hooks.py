@@ -52,14 +52,11 @@ _NOT_FOR_MODELS = (_ITEMS, "use_cache", "return_dict", _MEASURES)
 
 
 def run_passes(pipelined: PipelinedEngine, forward: Function, *args: object, **batch: Any) -> object:
-    """In place of the engine's forward: all passes of a step, or in evaluation the forwards alone.
+    """In place of the engine's forward: all passes of a step, or the forwards alone; outputs with the mean ``loss``.
 
     Args:
         args: nothing; a batch is given by names.
         batch: the global batch, the same on every rank.
-
-    Returns:
-        An output of transformers' with ``loss``, the mean over the labels of the global batch, on every rank.
 
     Caller: every rank of the world.
     Collectives: the hops of the pipelines, the buckets of gradients, and one all_reduce of the loss; another one of

@@ -146,13 +146,10 @@ def chunks(sizes: Sequence[int]) -> list[slice]:
 def start_exchange(
     send: Sequence[Sequence[Tensor]], like: Sequence[Sequence[Tensor]], dtype: torch.dtype, group: ProcessGroup
 ) -> Callable[[], list[Sequence[Tensor]]]:
-    """Start to send tensors to every rank.
+    """Start to send tensors; what is returned waits, once, and returns what arrived, by sender, on the accelerator.
 
     Args:
         like: tensors of the sizes that arrive, by the rank that they come from.
-
-    Returns:
-        What waits, once, and returns what arrived on the accelerator, by the rank that it comes from.
 
     Caller: every rank of ``group``.
     Collectives: one all_to_all_single.

@@ -94,16 +94,13 @@ def read_groups(
     *,
     round_robin: bool,
 ) -> tuple[list[RestoredGroup], State]:
-    """This rank's part of every group, from shards. Raises `CheckpointError`: of other parameters, or groups.
+    """This rank's part of every group, and one shard's state. Raises `CheckpointError`: of other parameters.
 
     Args:
         read: the content of the i-th shard's file; called once for each shard that is needed, this rank's own first.
         names: of the parameters, by group, as they are now.
         layouts: of the groups, as they are now.
         round_robin: how stock DeepSpeed laid the groups out, where the checkpoint does not say it.
-
-    Returns:
-        the groups, and the state of one shard for what is the same in all of them.
     """
     first = min(rank, num_shards - 1)
     content = read(first)

@@ -92,13 +92,10 @@ def _offloads_checkpoints(module: nn.Module) -> bool:
 
 
 def model_without_weights(source: str | Path) -> nn.Module | None:
-    """A config.json's model on torch's meta device. Raises `ModelError`: unreadable, or transformers refuses.
+    """A config.json's causal language model on torch's meta device; None without one. Raises `ModelError`.
 
     Args:
         source: see `ds_hetero.models.configs.load_model`.
-
-    Returns:
-        None where transformers has no causal language model for it.
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError

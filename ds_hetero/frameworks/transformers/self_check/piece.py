@@ -36,16 +36,13 @@ _OF_PACKING = ("cu_seq_lens_", "max_length_", "seq_idx")  # how the names of ent
 def piece_of(
     batch: Batch, schedule: Schedule, *, inside_document: bool = False, padding_predicts: bool = False
 ) -> Entries:
-    """Cut a piece out of a batch, as a collator would have made it.
+    """Cut a piece of at most `ROWS` rows out of a batch, as a collator would have made it; copies on the CPU.
 
     Args:
         batch: as the wrapped loader gave it: ``labels`` not moved, no position ids made.
         schedule: whose ranks are to have tokens of the piece.
         inside_document: take the longest documents of a packed batch, of one row each, without what marks documents.
         padding_predicts: keep the labels that padding predicts, of the first tokens after left padding.
-
-    Returns:
-        A batch of at most `ROWS` rows; tensors are copies on the CPU.
     """
     tensors = {name: entry for name, entry in batch.items() if isinstance(entry, Tensor)}
     tokens = tensors["input_ids"] if "input_ids" in tensors else tensors["inputs_embeds"]
