@@ -62,7 +62,6 @@ class DeviceSpec:
     """One accelerator.
 
     Args:
-        peak_flops_per_s: dense bf16 rate of the datasheet, without sparsity; HexiSeq's c_d (arXiv:2605.07569, table 1).
         error: half of the range, as a share, in which a predicted step lies in 8 of 10 cases: of measurements of this
             card, or of cards like it; see ``measured``.
         attention_s: measured seconds of causal attention on this device alone, ``(tokens, seconds)`` by ascending
@@ -70,7 +69,7 @@ class DeviceSpec:
     """
 
     name: str  # catalogue name such as ``H100-SXM-80GB``, or the user's
-    peak_flops_per_s: float
+    peak_flops_per_s: float  # dense bf16 of the datasheet, without sparsity; HexiSeq's c_d (arXiv:2605.07569, table 1)
     memory_bytes: int  # device memory, m_d
     memory_bytes_per_s: float  # bandwidth of that memory, b_d
     reserved_bytes: int = 0  # part of the memory that no tensor gets: the driver's context and communication buffers

@@ -363,12 +363,11 @@ class NameRow:
         kind: ``"exact"``: training equals one process with the same value, which a test shows; ``"untried"``: it
             should, and no machine without a GPU can show it; ``"harmless"``: it changes nothing of what is computed;
             ``"refused"``: any value that is not in ``off`` ends the job; ``"ignored"``: it is not read in such a job.
-        off: values with which a refused name does nothing. Texts are compared without regard to case.
     """
 
     kind: Kind
     why: str = ""
-    off: tuple[object, ...] = (None, False)
+    off: tuple[object, ...] = (None, False)  # values with which a refused name does nothing; case aside
 
 
 def row_of(table: Mapping[str, RowT], name: str) -> RowT | None:

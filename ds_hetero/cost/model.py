@@ -75,10 +75,8 @@ class Prediction:
     """The time and the memory of one schedule under a cost model.
 
     Args:
-        bound_s: block time if all work were spread over all devices in proportion to speed, with free communication.
         error: half of the range, as a share of the time, in which it lies in 8 of 10 cases; of the card that is known
             least, see `DeviceSpec.error`.
-        parts_s: finer times by name for ``--json`` and for calibration, such as ``forward_s`` or ``loss_s``.
     """
 
     cost_model: str  # its name
@@ -90,9 +88,9 @@ class Prediction:
     feasible: bool  # every rank fits into its memory
     reason: str | None  # which rank does not fit and by how many GiB; None when every rank fits
     bottleneck: Bottleneck  # what decides ``block_s``
-    bound_s: float
+    bound_s: float  # block time of all work spread over all devices by speed, with free communication
     busy_s: tuple[float, ...]  # compute time of every rank in one block
-    parts_s: dict[str, float]
+    parts_s: dict[str, float]  # finer times by name, for ``--json`` and calibration, such as ``forward_s``
     error: float = 0.0
     confidence: str = ""  # whose rates of attention are meant, and of which cards there is no measurement
     host_bytes: tuple[int, ...] = ()  # what offloads put into the memory of every machine

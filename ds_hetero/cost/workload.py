@@ -50,14 +50,8 @@ class Workload:
     """Workload of a training: one replica's batch and how DeepSpeed trains it.
 
     Args:
-        activation_checkpointing: keep only the input of every layer and compute the layer again in the backward.
-        tiled_mlp: compute MLPs in tiles that the backward computes again, so that their inner activations exist of one.
-        tile_tokens: tokens of a sequence in such tiles, as ``"tile_tokens"`` of the section; None for usual sizes.
         gradient_bytes: bytes of gradient per trained parameter; per parameter, and less, where it is not known which
             are trained (``adapter_rank`` 0).
-        optimizer_bytes: bytes of optimizer state, likewise; 12 are a master weight and two Adam moments in fp32.
-        offload_parameters: the parameters are in the host's memory, and come over the card's slot in every pass.
-        zero_cluster: the devices of all these replicas, over whose links ZeRO communicates; None for this replica's.
 
     Raises:
         PlanError: a number that makes no sense; the message names the field and what would be accepted.
@@ -69,16 +63,16 @@ class Workload:
     causal: bool = True  # causal attention; HexiSeq's published model counts full attention whatever this says
     zero_stage: int = 3  # 0 to 3
     zero_weights: tuple[float, ...] | None = None  # share of the optimizer state per rank; None for equal shares
-    activation_checkpointing: bool = True
+    activation_checkpointing: bool = True  # keep only the input of every layer, and compute it again backward
     tiled_logits: bool = True  # compute the loss in tiles, so that logits of all tokens never exist at once
-    tiled_mlp: bool = False
-    tile_tokens: int | None = None
+    tiled_mlp: bool = False  # compute MLPs in tiles, again in the backward, so that inner activations are of one
+    tile_tokens: int | None = None  # tokens of a sequence in such tiles, as ``"tile_tokens"``; None for usual sizes
     element_bytes: int = 2  # bytes of a parameter or an activation (P)
     gradient_bytes: float = 2
-    optimizer_bytes: float = 12
+    optimizer_bytes: float = 12  # of state per trained parameter; 12: master weight and Adam moments in fp32
     offload_activations: bool = False  # what checkpointing keeps is in the host's memory; the copies are counted
     offload_optimizer: bool = False  # the optimizer state is in the host's memory, and the host steps
-    offload_parameters: bool = False
+    offload_parameters: bool = False  # the parameters are in the host's memory, and come over the slot in every pass
     adapter_rank: int = 0  # of adapters that are trained beside frozen weights; 0 where all weights are trained
     trains_embedding: bool = False  # embedding and head are trained beside the adapters
     quantization: str | None = None  # of frozen weights, one of `ds_hetero.models.configs.QUANTIZATIONS`
@@ -88,7 +82,7 @@ class Workload:
     buffers: Buffers = Buffers()  # DeepSpeed's
     data_parallel: int = 1  # replicas that share the ZeRO partition with this one
     zero_within: bool = False  # every node of the cluster owns all model states (``"zero_within": "node"``)
-    zero_cluster: Cluster | None = None
+    zero_cluster: Cluster | None = None  # devices of all replicas, over which ZeRO communicates; None: this one's
 
     def __post_init__(self) -> None:
         limits = {

@@ -347,20 +347,14 @@ def forecast(
 
 @dataclass(frozen=True, kw_only=True)
 class JobStart:
-    """Start of a job.
-
-    Args:
-        zero_weights: ZeRO shares of all ranks, where the section asks for ``"zero_partition": "memory"``.
-        forecasts: on rank 0, one per replica; none where the devices are not known or no cost model describes the job.
-        searched: on rank 0, what the search for pipelines has found; None where there was none.
-    """
+    """Start of a job."""
 
     facts: JobFacts  # that all ranks have read alike
     plan: Plan  # what every rank does
-    zero_weights: tuple[float, ...] | None = None
-    forecasts: tuple[Forecast, ...] = ()
+    zero_weights: tuple[float, ...] | None = None  # ZeRO shares of all ranks, by ``"zero_partition": "memory"``
+    forecasts: tuple[Forecast, ...] = ()  # on rank 0, one per replica; none where devices or model are not known
     no_forecast_reason: str | None = None  # on rank 0, why there is no forecast although the devices are known
-    searched: SearchedPipelines | None = None
+    searched: SearchedPipelines | None = None  # on rank 0, what the search for pipelines has found; None without one
 
     @property
     def section(self) -> HeterogeneitySection:

@@ -59,11 +59,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingFacts:
-    """Facts of the training from the configuration. A value that is left out or still ``"auto"`` has its default.
-
-    Args:
-        sp_size: sequence-parallel size as it is written; `ds_hetero.decision.decide.sp_size_of` checks it.
-    """
+    """Facts of the training from the configuration. A value that is left out or still ``"auto"`` has its default."""
 
     zero_stage: int = 0  # 0 to 3
     train_batch_size: int | None = None  # sequences of an optimizer step over all replicas, if given
@@ -73,7 +69,7 @@ class TrainingFacts:
     accumulates_in_fp32: bool = False  # gradients are accumulated in fp32 whatever ``mixed_precision`` is
     offloads_optimizer: bool = False  # optimizer states are kept off the device
     offloads_parameters: bool = False  # parameters are kept off the device
-    sp_size: int | None = None
+    sp_size: int | None = None  # sequence-parallel size as written; `decision.decide.sp_size_of` checks it
     optimizer: str = ""  # name of the optimizer, empty if the script makes it
     buffers: Buffers = field(default_factory=Buffers)  # DeepSpeed's
 

@@ -155,13 +155,9 @@ FindSplit = Callable[[nn.Module], SplitModel | None]
 
 
 class ElasticState(Protocol):
-    """The state of an engine that outlives its process.
+    """The state of an engine that outlives its process."""
 
-    Attributes:
-        events: of the job, oldest first, on rank 0: ``kind``, ``time`` in seconds since 1970, ``ranks``, and more.
-    """
-
-    events: list[JsonObject]
+    events: list[JsonObject]  # of the job, oldest first, on rank 0: ``kind``, ``time`` in seconds since 1970, ``ranks``
 
     def resume(self, objects: Mapping[str, Any]) -> int | None:
         """Put back the newest save, with the script's ``objects``; the step that the job goes on from, if any."""

@@ -42,19 +42,14 @@ class ShardedForward:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class ForwardMode:
-    """Mode of the forwards to come, and of the one that runs.
-
-    Args:
-        given_shard: class of the model that was given a shard; attention outside of a sharded forward is refused.
-        is_compared: such attention may pass: its result is compared with that of a whole forward, and names the module.
-    """
+    """Mode of the forwards to come, and of the one that runs."""
 
     takes_shards: bool | None = None  # whether forwards take shards, or whole batches; None where no context says it
     wanted: Wanted | None = None  # results of sharded calls; None where calls are none
     forward: ShardedForward | None = None  # the sharded forward that runs; masks that are made are its own
     is_whole: bool = False  # a forward on whole sequences runs, so that attention is theirs
-    given_shard: str | None = None
-    is_compared: bool = False
+    given_shard: str | None = None  # class of the model given a shard; attention outside of its forward is refused
+    is_compared: bool = False  # such attention may pass: its result is compared with that of a whole forward
 
 
 _USUAL = ForwardMode()

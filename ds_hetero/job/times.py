@@ -93,11 +93,7 @@ _MATMUL_FLOPS = 6  # forward and backward, per parameter and token
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimes:
-    """Sums over ``steps`` steps of one rank, see `StepTimes`, and what a unit of its work costs it.
-
-    Args:
-        bubble_s: waiting for a neighbour that still computed, and for the slowest rank at the end of the passes.
-    """
+    """Sums over ``steps`` steps of one rank, see `StepTimes`, and what a unit of its work costs it."""
 
     steps: float
     step_s: float
@@ -122,7 +118,7 @@ class RankTimes:
     forward_s: float = 0.0  # of passes of pipelines, likewise those that follow
     backward_s: float = 0.0  # likewise
     hop_s: float = 0.0  # packing and sending, and waiting for what the neighbour had computed already
-    bubble_s: float = 0.0
+    bubble_s: float = 0.0  # waiting for a neighbour that still computed, and for the slowest rank at the passes' end
 
     @classmethod
     def of(
@@ -214,13 +210,9 @@ def sums_of(steps: Sequence[StepTimes]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredPipeline:
-    """Times of one pipeline, means over steps.
+    """Times of one pipeline, means over steps."""
 
-    Args:
-        forward_s: a stage and a micro-batch, until the stage is free again; of the stage's slowest rank.
-    """
-
-    forward_s: tuple[float, ...]
+    forward_s: tuple[float, ...]  # a stage and a micro-batch, until the stage is free again; of its slowest rank
     backward_s: tuple[float, ...]  # likewise
     layers_share: tuple[float, ...]  # by stage, share of a forward that the stage's layers take
     hop_s: tuple[float, ...]  # from the end of a pass to the arrival at the next stage, one direction

@@ -31,17 +31,12 @@ BATCH = 20_000  # combinations evaluated at a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exact:
-    """The optimum, and how much work it was.
+    """The optimum, and how much work it was."""
 
-    Args:
-        best: the optimum; None when nothing is better than the upper bound, or nothing fits into memory.
-        complete: False where the search ended at the most calls that it may make; ``best`` is then the best of these.
-    """
-
-    best: Assignment | None
+    best: Assignment | None  # the optimum; None when nothing is below the upper bound, or nothing fits into memory
     combinations: int  # size of the space, ring orders not counted
     evaluated: int  # calls of the cost model that the bound did not save, ring orders counted
-    complete: bool = True
+    complete: bool = True  # False where the search ended at its most calls; ``best`` is then the best of these
 
 
 def solve_exact(problem: Problem, *, upper_bound_s: float = np.inf, most: float = np.inf) -> Exact:

@@ -31,11 +31,7 @@ _OBSERVATION = ("step", "steps", "step_s", "tokens_per_s", "imbalance")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRank:
-    """Where a mean step of one rank went; see `ds_hetero.runtime.step_clock.StepTimes`.
-
-    Args:
-        hop_s: of a step, in sending to neighbouring stages of a pipeline, and in what was on its way from them.
-    """
+    """Where a mean step of one rank went; see `ds_hetero.runtime.step_clock.StepTimes`."""
 
     device: str  # its name
     step_s: float  # seconds of a step
@@ -49,7 +45,7 @@ class MeasuredRank:
     own_min_s: float  # shortest computing time of the latest steps
     own_median_s: float  # median of it
     own_max_s: float  # longest of it
-    hop_s: float = 0.0
+    hop_s: float = 0.0  # of a step, in sending to neighbouring stages, and in what was on its way from them
     bubble_s: float = 0.0  # of it, waiting for stages that still computed
     sync_s: float = 0.0  # of it, bringing gradients of pipelines to their owners and values back
 
@@ -69,7 +65,6 @@ class RunFile:
     """Measurements of a job.
 
     Args:
-        scenario: what it was made for; None where the devices or the model are not known to the cost model.
         observations: ``step``, ``steps``, ``step_s``, ``tokens_per_s`` and ``imbalance`` of each, oldest first.
         changes: of a replica's schedule: ``step``, ``replica``, ``schedule`` and ``gain``; of the layers of stages:
             ``step``, ``layers`` by pipeline and stage, and ``gain``.
@@ -78,7 +73,7 @@ class RunFile:
     """
 
     plan: Plan  # that the job began with
-    scenario: PlanScenario | None
+    scenario: PlanScenario | None  # what it was made for; None where the cost model knows no devices or model
     predicted_s: float | None  # step time that was predicted at the start; None likewise
     ended: str  # ``"normally"``, ``"running"`` (not yet, or killed), or the text of the error
     written: str  # date and time, ISO 8601, UTC

@@ -60,11 +60,7 @@ _Mark = Any  # a moment: perf_counter's seconds, or a CUDA event
 
 
 class PassTimes(NamedTuple):
-    """One pass of one micro-batch; seconds since the step began on this rank.
-
-    Args:
-        layers_s: seconds of a forward that the layers of a stage took, without what it does before and after them.
-    """
+    """One pass of one micro-batch; seconds since the step began on this rank."""
 
     kind: str  # `ds_hetero.values.plans.timetable.FORWARD` or ``BACKWARD``
     micro_batch: int  # its number
@@ -72,7 +68,7 @@ class PassTimes(NamedTuple):
     begin_s: float
     end_s: float  # it was computed; a backward of a replica, up to its last exchange
     sent_s: float  # its result was on its way, and the rank was free
-    layers_s: float = 0.0
+    layers_s: float = 0.0  # seconds of a forward in the layers of a stage, without what is before and after them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +78,6 @@ class StepTimes:
     Args:
         model_s: of passes outside those phases: the rank's work that grows with its tokens. The rest of `step_s` is the
             optimizer, the loader, the host, and collectives that run on streams of their own.
-        attention_flops: operations of this rank's attention per pair of query and key, head and element of a head: 4
-            for each forward, 10 for the backward.
     """
 
     number: int = 0  # of the step, since the clock was made; the same on every rank
@@ -95,7 +89,7 @@ class StepTimes:
     idle_s: float  # in the phases of kind `IDLE`
     sync_s: float = 0.0  # in the phases of kind `SYNC`
     model_s: float
-    attention_flops: int
+    attention_flops: int  # per pair, head and element of a head: 4 in a forward, 10 in the backward
     attention_backward_flops: int  # the backward's part of them
     tokens: int  # held by this rank, of all rows and micro-batches
     length: int  # tokens of the longest sequence over all ranks

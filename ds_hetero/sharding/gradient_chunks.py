@@ -31,7 +31,6 @@ class Cut:
     """How the ranks of one replica, or the ZeRO owners, cut a parameter between them.
 
     Args:
-        holders: global ranks that hold part ``i``. Several ranks hold a copy each.
         partial: gradients of copies are parts of a sum (a norm under Megatron's sequence parallelism, a KV head that
             several ranks share); otherwise they are equal, and each copy accounts for a slice.
 
@@ -40,7 +39,7 @@ class Cut:
             holds two parts.
     """
 
-    holders: tuple[tuple[int, ...], ...]
+    holders: tuple[tuple[int, ...], ...]  # global ranks that hold part ``i``; several hold a copy each
     sizes: tuple[int, ...]  # of the parts, in units of ``dim``; zero is legal
     dim: int | None = None  # the dimension that is cut; None cuts the flat elements in row-major order
     partial: bool = False
@@ -121,15 +120,11 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements of a parameter that the same ranks sum, own and hold.
-
-    Args:
-        contributors: ranks whose gradients are summed, by replica: one of each, or every copy where they are partial.
-    """
+    """Elements of a parameter that the same ranks sum, own and hold."""
 
     name: str
     boxes: tuple[Box, ...]  # disjoint; elements travel box after box, each in row-major order
-    contributors: tuple[int, ...]
+    contributors: tuple[int, ...]  # ranks whose gradients are summed, by replica: one, or all copies if partial
     owner: int  # the rank that keeps the sum and the optimizer state
     holders: tuple[int, ...]  # ranks that want the updated values, by replica
 
@@ -323,15 +318,10 @@ def fit_owner_weights(
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Chunks that travel together, in this order.
-
-    Args:
-        members: contributors and owners, ascending: the communicator. Buckets with the same contributors have the same
-            members.
-    """
+    """Chunks that travel together, in this order."""
 
     contributors: tuple[int, ...]  # ranks that contribute to the sums; on the way back, those that hold the values
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # contributors and owners, ascending: the communicator; alike for alike contributors
     dtypes: Hashable  # what the elements are while they travel and while they are kept, the same for all chunks
     chunks: tuple[Chunk, ...]  # in the order of their parameters
 

@@ -56,7 +56,6 @@ class Lane:
     """Spans of the batch that are cut over the same units.
 
     Args:
-        nodes: node of every member, if KV goes from node to node and round inside them; empty: one ring over all.
         by_heads: heads of every node, in the order of ``nodes``; the i-th members of all nodes exchange heads, and KV
             stays inside nodes. Empty: KV goes from node to node. Members are then all units, each a rank, as many in
             every node; a rank holds the same number of tokens of the lanes by heads, but others than ``tokens`` says.
@@ -66,7 +65,7 @@ class Lane:
     spans: tuple[Range, ...]  # position intervals, ascending and disjoint
     tokens: tuple[tuple[int, ...], ...]  # whole tokens ``[span][member]``; zero is allowed
     layout: str  # how a span is cut, one of `ds_hetero.values.schedule.LAYOUTS`
-    nodes: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()  # node of every member, if KV goes round nodes and inside; empty: one ring over all
     proxies: bool = False  # members of nodes that do not pair up send for one another; see `ds_hetero.batch.routes`
     by_heads: tuple[int, ...] = ()
 
@@ -99,18 +98,14 @@ class Placement:
     A unit's tokens are ordered by lane, span and position. Its ranks hold consecutive parts of that order, by
     ascending rank; that is `in_attention`. Of these a rank holds all but the last, which are in ``moves``, and behind
     them what it takes over from others, by ascending rank.
-
-    Args:
-        rows: batch rows with their documents, covering the batch in order; empty while these are not known.
-        moves: tokens that change ranks before attention and after it, ascending; a rank either takes over or gives.
     """
 
     schedule: Schedule  # the replica's schedule
     length: int  # tokens of the whole sequence
     rank_tokens: tuple[int, ...]  # whole tokens that every rank holds, in the order of ``schedule.ranks``
     lanes: tuple[Lane, ...]  # in the order in which the forward works on them; together they hold every position once
-    rows: tuple[Rows, ...] = ()
-    moves: tuple[TokenMove, ...] = ()
+    rows: tuple[Rows, ...] = ()  # rows with their documents, covering the batch in order; empty while not known
+    moves: tuple[TokenMove, ...] = ()  # tokens that change ranks for attention, ascending; a rank takes over or gives
 
     def __post_init__(self) -> None:
         if self.moves:
@@ -227,14 +222,10 @@ class Placement:
 
 
 class PlacementPart(NamedTuple):
-    """Some lanes of a placement as one of their own, whose positions are those of their spans one behind the other.
-
-    Args:
-        shifts: where spans begin in ``placement``, ascending, with what is to be added to get their own positions.
-    """
+    """Some lanes of a placement as one of their own, whose positions are those of their spans one behind the other."""
 
     placement: Placement  # of these lanes; its schedule has the groups that exchange heads
-    shifts: tuple[Range, ...]
+    shifts: tuple[Range, ...]  # where spans begin in ``placement``, ascending, with what to add for own positions
 
     def outer(self, interval: Range) -> Range:
         """The positions of an interval of ``placement`` that lies in one span."""

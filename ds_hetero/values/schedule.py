@@ -67,8 +67,6 @@ class Schedule:
     """Groups, ring order, tokens and heads of one sequence-parallel replica.
 
     Args:
-        groups: the all-to-all groups; together they hold every rank ``first_rank .. first_rank + sp_size - 1`` once.
-        ring: order in which KV travels, a permutation of the indices of ``groups``; left out, the order given.
         layout: which positions a group holds. ``"contiguous"``: one interval. ``"zigzag"``: a mirrored pair of
             intervals, so that causal work is in proportion to tokens.
 
@@ -78,8 +76,8 @@ class Schedule:
 
     num_heads: int  # query heads of the model
     num_kv_heads: int  # key/value heads; divides ``num_heads``
-    groups: tuple[Group, ...]
-    ring: tuple[int, ...] = ()
+    groups: tuple[Group, ...]  # all-to-all groups; they hold every rank ``first_rank .. first_rank + sp_size - 1`` once
+    ring: tuple[int, ...] = ()  # order in which KV travels, by index of ``groups``; left out, the order given
     layout: str = "zigzag"
 
     def __post_init__(self) -> None:

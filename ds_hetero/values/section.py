@@ -45,18 +45,13 @@ SECTION = "heterogeneity"
 
 
 class ReplanSection(BaseModel):
-    """``"replan"``: search again while training when the measured speeds have moved.
-
-    Args:
-        interval_steps: optimizer steps between two observations of the speeds; a change takes two of them at least.
-        min_gain: predicted gain of step time below which the schedule stays, as a share (0.05 is 5 %).
-    """
+    """``"replan"``: search again while training when the measured speeds have moved."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     enabled: bool = False  # off by default
-    interval_steps: int = Field(default=5, ge=1, le=MAX_STEPS)
-    min_gain: float = Field(default=0.05, ge=0, lt=1)
+    interval_steps: int = Field(default=5, ge=1, le=MAX_STEPS)  # steps between two looks at speeds; a change takes two
+    min_gain: float = Field(default=0.05, ge=0, lt=1)  # predicted gain, a share, below which the schedule stays
     report_only: bool = False  # name ranks that stay behind and say what re-planning would gain, and change nothing
 
     @model_validator(mode="after")
@@ -73,7 +68,6 @@ class PlacementSection(BaseModel):
         mode: ``"stream"`` cuts every batch by its length alone, ``"documents"`` by the documents in it; left out, by
             these where that is predicted to save more than predictions err, see `ds_hetero.job.documents`.
         max_tokens: of a batch row that one all-to-all group may hold; left out, what memory is predicted to allow.
-        planner: a published planner of documents in the place of ours; its mode is ``"documents"``.
         remap: whether tokens move between the ranks that attend to them and others that hold them elsewhere; in mode
             ``"documents"``.
     """
@@ -83,7 +77,7 @@ class PlacementSection(BaseModel):
     mode: Literal["stream", "documents"] | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     min_cut_tokens: int = Field(default=512, ge=2, le=MAX_SEQ_LEN)  # shorter documents stay whole
-    planner: str | None = Field(default=None, min_length=1, max_length=64)
+    planner: str | None = Field(default=None, min_length=1, max_length=64)  # a published planner in the place of ours
     remap: RemapWish = "where_faster"
 
     @model_validator(mode="after")
@@ -103,19 +97,16 @@ class ElasticSection(BaseModel):
     """``"elastic"``: how a job keeps its state in memory and goes on without ranks that die. See docs/elastic.md.
 
     Args:
-        every_steps: optimizer steps between two saves; left out, as few as cost nothing.
-        min_ranks: below which the job waits; left out, what the launcher was told.
         memory_gib: of a node's shared memory that saves may take; left out, what is free.
-        notice_s: between SIGTERM and the end of a node, into which a step and a save have to fit.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    every_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
+    every_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)  # steps between two saves; left out, few enough
     copies: int = Field(default=1, ge=0, le=8)  # of every rank's part, on other nodes
-    min_ranks: int | None = Field(default=None, ge=1, le=MAX_RANKS)
+    min_ranks: int | None = Field(default=None, ge=1, le=MAX_RANKS)  # below which it waits; else the launcher's
     memory_gib: float | None = Field(default=None, gt=0, le=2**20, allow_inf_nan=False)
-    notice_s: float = Field(default=25, gt=0, le=3600, allow_inf_nan=False)
+    notice_s: float = Field(default=25, gt=0, le=3600, allow_inf_nan=False)  # from SIGTERM to the node's end
 
 
 def _as_object(value: Any) -> Any:

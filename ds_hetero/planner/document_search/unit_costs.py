@@ -45,16 +45,8 @@ class UnitCosts:
     """Costs of one transformer block, forward and backward, by unit and by node; the same numbers on every rank.
 
     Args:
-        token_s: seconds outside attention per token that a unit holds, recomputation included, ``[unit]``.
         square_s: attention of a whole document of n tokens takes ``n * n * square_s``, of x of its tokens
             ``x * n * square_s``; the causal halving is in it, ``[unit]``.
-        node: node of every unit, numbered from 0 without gaps, ``[unit]``; a unit over several nodes is a node of its
-            own.
-        receive_s: seconds to pass the keys and values of one token, and their gradients, between two units of a node,
-            ``[node]``.
-        cross_s: the same from other nodes to the node as a whole, over all its network interfaces, ``[node]``.
-        link_s: the same from other nodes to one unit of the node, ``[node]``; empty where that sets no limit.
-        exchange_per_receive: bytes of q, k, v, the output and their gradients over the bytes that ``receive_s`` counts.
         fragment_rows: queries' worth of attention that a document costs each unit that holds a part of it, beside that
             part: tiles of query rows that its two chunks do not fill, and the merging of what they see.
         step_s: what a step takes besides, whoever holds which tokens, over its blocks and micro-batches: the
@@ -66,14 +58,14 @@ class UnitCosts:
         PlanError: lengths that differ, a number that is not finite, or a time of computing that is not positive.
     """
 
-    token_s: tuple[float, ...]
+    token_s: tuple[float, ...]  # seconds outside attention per token of a unit, recomputation included, ``[unit]``
     square_s: tuple[float, ...]
     most_tokens: tuple[int, ...]  # tokens of a batch row that a unit's memory has room for, ``[unit]``
-    node: tuple[int, ...]
-    receive_s: tuple[float, ...]
-    cross_s: tuple[float, ...]
-    link_s: tuple[float, ...] = ()
-    exchange_per_receive: float = 0.0
+    node: tuple[int, ...]  # node of every unit, from 0 without gaps, ``[unit]``; over several, one of its own
+    receive_s: tuple[float, ...]  # seconds to pass KV of a token, and gradients, between units of a node, ``[node]``
+    cross_s: tuple[float, ...]  # the same from other nodes to the node, over all its interfaces, ``[node]``
+    link_s: tuple[float, ...] = ()  # the same to one unit of the node, ``[node]``; empty where that sets no limit
+    exchange_per_receive: float = 0.0  # bytes of q, k, v, output and gradients over those that ``receive_s`` counts
     fragment_rows: float = TILE_ROWS
     step_s: float = 0.0
     edge_s: tuple[float, ...] = ()

@@ -38,14 +38,13 @@ class DocumentPlacer:
     Batches whose documents are not known, or whose rows have different ones, are cut by their length alone.
 
     Args:
-        planner: a published planner of documents that takes the place of ours, and knows no ``min_cut_tokens``.
         least_gain: share of the time of the stream that must be saved, as predicted, or a batch stays one; such a
             placer refuses no batch. None where documents were asked for: then any gain will do.
     """
 
     costs: UnitCosts  # of the units of the schedule that batches are placed for
     min_cut_tokens: int = 2 * LEAST_FRAGMENT_TOKENS  # shorter documents are never cut
-    planner: str | None = None
+    planner: str | None = None  # a published planner of documents in our place, which knows no ``min_cut_tokens``
     least_gain: float | None = None
     remap: RemapWish = "where_faster"  # whether tokens move before and after attention, see `place_documents`
 

@@ -34,7 +34,6 @@ class DocumentsReport:
     """One batch row, placed.
 
     Args:
-        others_s: predicted time of a block under other ways to place the row; None where one is not possible.
         bytes_by_link: what the ranks send of keys, values and their gradients in one block, by
             `ds_hetero.planner.document_search.placement_loads.LINK_KINDS`.
     """
@@ -44,7 +43,7 @@ class DocumentsReport:
     costs: UnitCosts  # of the schedule's units
     loads: Loads  # what units and nodes do
     ideal_s: float  # time of a block at perfect balance with free communication
-    others_s: dict[str, float | None]
+    others_s: dict[str, float | None]  # predicted time of a block, placed in other ways; None: not possible
     bytes_by_link: dict[str, float]
 
     @property

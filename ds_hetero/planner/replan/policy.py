@@ -27,16 +27,12 @@ from ds_hetero.values.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """Means and medians over the steps since the last observation; tuples are by rank in ascending order.
-
-    Args:
-        model_s_per_token: measured cost of the rest of forward and backward; None where the rank had no tokens.
-    """
+    """Means and medians over the steps since the last observation; tuples are by rank in ascending order."""
 
     attention_flops: tuple[float, ...]  # attention work of the rank in a step
     tokens: tuple[float, ...]  # tokens of the rank in a step
     attention_s_per_flop: tuple[float | None, ...]  # measured cost of attention; None where the rank had none
-    model_s_per_token: tuple[float | None, ...]
+    model_s_per_token: tuple[float | None, ...]  # of the rest of both passes; None for a rank without tokens
     error: tuple[float, ...]  # relative standard error of `own_s`
     growth: tuple[float, ...]  # factor by which the work of the rank may grow before its memory is full
     step_s: float  # duration of a step

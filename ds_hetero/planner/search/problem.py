@@ -43,14 +43,10 @@ class Assignment:
 
 @dataclass(slots=True)
 class Tried:
-    """Moves from one assignment that were all evaluated, and none of which was better.
-
-    Args:
-        rows_of_heads: moves of heads, which are the same for every step; None if they are not tried yet.
-    """
+    """Moves from one assignment that were all evaluated, and none of which was better."""
 
     rows_of_step: dict[float, int] = field(default_factory=dict)  # moves, by size of the step
-    rows_of_heads: int | None = None
+    rows_of_heads: int | None = None  # moves of heads, the same for every step; None if they are not tried yet
 
 
 @dataclass(frozen=True, kw_only=True)

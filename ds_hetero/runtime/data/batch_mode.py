@@ -157,13 +157,12 @@ class LoaderNames:
     """Attribute and class names by which a framework's loaders, samplers and datasets are recognized.
 
     Args:
-        shards: pairs of attributes (number of shards, index of the shard) of whatever shards by rank.
         always_sharding: classes of loaders that shard whenever there is more than one process to read for, each with
             the name of its framework.
     """
 
     wrapped: tuple[str, ...] = ()  # attributes that hold what an object wraps
-    shards: tuple[tuple[str, str], ...] = ()
+    shards: tuple[tuple[str, str], ...] = ()  # attributes (number of shards, index) of whatever shards by rank
     always_sharding: tuple[tuple[str, str], ...] = ()
     with_epoch: tuple[str, ...] = ()  # attributes of a loader that may want to know which epoch comes next
     with_state: tuple[str, ...] = ()  # attributes that hold the loader whose state counts, if it has one

@@ -18,22 +18,15 @@ WHOLE_POSITIONS = "position_ids of whole sequences"  # the entry of a batch that
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardInfo:
-    """Information of the loader on a shard.
-
-    Args:
-        documents_from: the entry of the batch from which the placement's documents were read; None if it has none.
-        num_items: labels that count in the optimizer step, over all replicas; None where the step's batches are not
-            known.
-        inputs_are_whole: the entries beside the shard's ``position_ids`` and labels are those of whole sequences.
-    """
+    """Information of the loader on a shard."""
 
     placement: Placement  # for which the shard was cut; a rank may hold shards from before a change of schedule
-    documents_from: str | None = None
+    documents_from: str | None = None  # the entry that the placement's documents were read from, if any
     position_runs: PositionRuns = ()  # the position ids of the whole batch, where the documents are known
-    num_items: int | None = None
+    num_items: int | None = None  # labels that count in the step, over all replicas; None if it is not known
     is_filler: bool = False  # the batch only fills the step up, see `ds_hetero.runtime.data.shards.filler_batch`
     labels: Tensor | None = None  # [B, s] labels of the shard, for a loss that is given no labels
-    inputs_are_whole: bool = False
+    inputs_are_whole: bool = False  # entries beside ``position_ids`` and labels are those of whole sequences
     whole_positions: Tensor | None = None  # with these, the batch's own ``position_ids``; None if it had none
     first: int = 0  # with these, the position of the whole sequences at which the placement begins
 

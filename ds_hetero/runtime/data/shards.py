@@ -64,12 +64,7 @@ _PLACEHOLDER = {"position_ids": PLACEHOLDER_POSITION, "shift_labels": IGNORE_IND
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WholeBatch:
-    """A batch of whole sequences, ready to be cut.
-
-    Args:
-        documents_from: the entry that they were read from, one of those in `ds_hetero.runtime.documents`.
-        keeps_inputs: whether the model takes whole sequences and cuts them itself; they are among the constants.
-    """
+    """A batch of whole sequences, ready to be cut."""
 
     batch_size: int  # B
     length: int  # L
@@ -77,9 +72,9 @@ class WholeBatch:
     constants: dict[str, Tensor]  # tensors without a sequence dimension, for every rank
     objects: Entries  # what is not a tensor, for every rank
     rows: tuple[Rows, ...] = ()  # documents of every row; empty where they are left to be found by the model's forward
-    documents_from: str | None = None
+    documents_from: str | None = None  # the entry that they were read from, one of `ds_hetero.runtime.documents`
     position_runs: PositionRuns = ()  # the position ids, where the documents are known
-    keeps_inputs: bool = False
+    keeps_inputs: bool = False  # whether the model takes whole sequences and cuts them itself; they are constants
 
     def shard(self, intervals: Sequence[tuple[int, int]]) -> Entries:
         """The batch of the rank that holds ``intervals``: sequences [B, s, ...] in CPU memory of their own."""

@@ -211,17 +211,13 @@ _MAKING_GROUPS = ("_new_process_group_helper", "_store_based_barrier")
 
 
 class Place(NamedTuple):
-    """Where a thread is.
-
-    Args:
-        in_store: whether the innermost function makes a process group, whose ranks find each other by the store.
-    """
+    """Where a thread is."""
 
     mark: tuple[int, ...]  # equal as long as it has not moved
     text: str  # the line of the script and the function that it is in, for people
     waits: bool  # whether the innermost function is one that waits for other ranks
     in_script: bool  # whether the script called that itself, past this engine
-    in_store: bool = False
+    in_store: bool = False  # whether the innermost function makes a process group, by the store
 
 
 class Stay:

@@ -393,12 +393,11 @@ class PassedState:
     the state after token t.
 
     Args:
-        log_decay: inputs and parameters -> logarithm of what each token leaves of the state before it, [B, s, H].
         compute: as `Scan.compute` from a state of zeros, and the state after the last token, [B, H, P, N].
     """
 
     reader: str  # the input that reads the state, [B, s, G, N] of a state [B, H, P, N] with P the output's width
-    log_decay: Callable[[Tensors, Tensors], Tensor]
+    log_decay: Callable[[Tensors, Tensors], Tensor]  # -> log of what tokens leave of the state before, [B, s, H]
     compute: Callable[[Tensors, Tensors], tuple[Tensor, Tensor]]
 
 

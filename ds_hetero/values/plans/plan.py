@@ -78,15 +78,13 @@ class Stage:
     Args:
         layers: decoder layers ``[from, to)``; None for all layers of a model whose number the plan does not say.
             The embedding belongs to the stage with layer 0, the last norm and the head to the one with the last layer.
-        in_flight: micro-batches whose forward may run before their backward; None for 1F1B's own number, the stages
-            from this one to the last.
     """
 
     ranks: tuple[int, ...]  # global ranks, in any order
     layers: tuple[int, int] | None = None
     inner: str = "one"  # one of `INNER`
     schedule: Schedule | None = None  # of a ``"sequence"`` stage, in global ranks
-    in_flight: int | None = None
+    in_flight: int | None = None  # forwards that may run before their backward; None for 1F1B's, stages to the last
 
     @property
     def num_layers(self) -> int | None:
@@ -96,14 +94,10 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """Stages in order, which hold every layer once.
-
-    Args:
-        micro_batch_size: samples of a micro-batch; None where DeepSpeed's configuration says, alike for all pipelines.
-    """
+    """Stages in order, which hold every layer once."""
 
     stages: tuple[Stage, ...]  # first to last
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = None  # samples of one; None where DeepSpeed's configuration says, alike for all
     micro_batches: int | None = None  # micro-batches per optimizer step; None likewise
 
     @property
@@ -124,7 +118,6 @@ class Plan:
     Args:
         activation_checkpointing: keep only the input of every layer and compute it again in the backward; None where
             the script says.
-        predicted: what the planner says of it, for people; takes no part in comparisons.
 
     Raises:
         PlanError: the pipelines do not hold every layer once, a rank is in two stages, a stage does not fit its ranks
@@ -136,7 +129,7 @@ class Plan:
     seq_len: int | None = None  # tokens of a sequence that it was planned for, if known
     zero: ZeroOwners | None = None  # owners of optimizer state; None where ds_config.json says
     activation_checkpointing: bool | None = None
-    predicted: JsonObject | None = field(default=None, compare=False)
+    predicted: JsonObject | None = field(default=None, compare=False)  # for people; takes no part in comparisons
 
     def __post_init__(self) -> None:
         check_plan(self)

@@ -44,14 +44,10 @@ class SavedGroup:
 
 @dataclass
 class RestoredGroup:
-    """This rank's part of a parameter group, put together from the shards; on the CPU.
-
-    Args:
-        state: of the base optimizer for them: tensors ``[own elements]``, and values that are not partitioned.
-    """
+    """This rank's part of a parameter group, put together from the shards; on the CPU."""
 
     fp32: Tensor  # master weights, ``[own elements]``
-    state: State = field(default_factory=dict)
+    state: State = field(default_factory=dict)  # of the base optimizer: tensors ``[own elements]``, and other values
     options: State = field(default_factory=dict)  # of the group, such as the learning rate
 
 
