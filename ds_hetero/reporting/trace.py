@@ -82,7 +82,8 @@ def _predicted_replica(cost: CostModel, schedule: Schedule, first_rank: int) -> 
     num_bars = sum(map(len, blocks)) + len(transfers)
     detailed = layers if num_bars * layers * work.micro_batches <= MAX_EVENTS else 1
     for rank in schedule.ranks:
-        process = Process(first_rank + rank, _rank_name(cost, first_rank, rank), 2 * (first_rank + rank))
+        name = f"predicted: rank {first_rank + rank} ({cost.cluster.devices[rank].name})"
+        process = Process(first_rank + rank, name, 2 * (first_rank + rank))
         yield from process.metadata(("compute", "network"))
         block = blocks[rank] if blocks else [("model", 0.0, block_s)]
         parts = {"forward": _cut(block, 0.0, split_s), "backward": _cut(block, split_s, block_s)}
@@ -154,10 +155,6 @@ def _cut(bars: Sequence[Bar], begin_s: float, end_s: float) -> list[Bar]:
     """Return the parts of bars inside an interval."""
     cut = [(kind, max(start_s, begin_s), min(stop_s, end_s)) for kind, start_s, stop_s in bars]
     return [bar for bar in cut if bar[2] > bar[1]]
-
-
-def _rank_name(cost: CostModel, first_rank: int, rank: int) -> str:
-    return f"predicted: rank {first_rank + rank} ({cost.cluster.devices[rank].name})"
 
 
 def _meta(pid: int, tid: int, name: str, args: JsonDict) -> JsonDict:

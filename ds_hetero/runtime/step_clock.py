@@ -180,7 +180,7 @@ class StepClock(Clock):
     """Measures this rank's steps. ``device``: where this rank computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._now, self._elapsed_s, self._is_over, self._stream = _reading_of(device)
+        self._now, self._elapsed_s, self._is_over, self._stream = _events() if device.type == "cuda" else _wall_clock()
         self._main_stream = 0
         self._step = _Step()
         self._pending: deque[_Step] = deque(maxlen=_KEPT_STEPS)
@@ -416,11 +416,6 @@ def running_clock() -> Clock:
 
 _Reading = tuple[Callable[[], _Mark], Callable[[_Mark, _Mark], float], Callable[[_Mark], bool], Callable[[], int]]
 """How to take the time, the seconds between two moments, whether one is over, and the stream that work goes to."""
-
-
-def _reading_of(device: torch.device) -> _Reading:
-    """How to read the time where this rank computes, without making the device wait."""
-    return _events() if device.type == "cuda" else _wall_clock()
 
 
 def _wall_clock() -> _Reading:

@@ -73,7 +73,8 @@ class Report:
         for line in self.lines:
             style = _STYLES[line.status]
             detail = redacted(line.detail).replace("[", "\\[")
-            verdicts.add_row(line.name, f"[{style}]{line.status}[/]", _ranks_text(line.ranks), detail)
+            ranks = ", ".join(map(str, line.ranks)) or "all"
+            verdicts.add_row(line.name, f"[{style}]{line.status}[/]", ranks, detail)
         console.print(verdicts)
         failed = sum(line.status == "fail" for line in self.lines)
         verdict = f"FAIL: {failed} of {len(self.lines)} lines" if failed else "PASS"
@@ -101,10 +102,6 @@ def _device(described: JsonObject) -> str:
 def _software(described: JsonObject) -> str:
     names = {"torch": "torch", "cuda": "CUDA", "nccl": "NCCL", "driver": "driver"}
     return ", ".join(f"{text} {described[key]}" for key, text in names.items() if described.get(key))
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks)) or "all"
 
 
 def redacted(text: str) -> str:

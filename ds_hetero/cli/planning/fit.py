@@ -203,7 +203,7 @@ def _print_verdict(scenario: Scenario, fitted: Fitted, longest: int, trained: fl
         f"schedule:   {describe(fitted.schedule, scenario.cluster)}",
         f"predicted:  {time_text(prediction.iteration_s)} per iteration, {prediction.tokens_per_s:,.0f} tokens/s"
         f"{'' if fitted.fits else ', if it fitted'}",
-        f"longest:    {_longest_text(longest)}",
+        f"longest:    {f'{longest:,} tokens fit' if longest else 'no length fits'}",
         *_host_lines(fitted),
         *(_price(fitted).lines(trained) if fitted.fits else ()),
         assumed_line(scenario),
@@ -234,10 +234,6 @@ def _print_outlooks(outlooks: Sequence[_Outlook], advice: Sequence[Advice]) -> N
             print("nothing that this engine can do is enough; use shorter sequences, more cards or larger ones")
         else:
             print("\n".join(f"to do:      {change.how}" for change in best.changes))
-
-
-def _longest_text(longest: int) -> str:
-    return f"{longest:,} tokens fit" if longest else "no length fits"
 
 
 def _print_stacks(fitted: Fitted, every: Sequence[Stack]) -> None:

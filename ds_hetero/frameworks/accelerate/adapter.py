@@ -268,7 +268,8 @@ def _preparing(registry: Registry, stock: Function) -> Function:
         if dist.get_world_size() == 1:  # no sequence parallelism, for which accelerate would ask for our loader itself
             prepared = _cutting_for_one_rank(registry, args, prepared, accelerator.device)
         if any(isinstance(obj, nn.Module) and registry.is_pipelined(obj) for obj in args):
-            accelerator.gather = accelerator.gather_for_metrics = _as_it_is  # one worker, on all ranks
+            # One worker, on all ranks.
+            accelerator.gather = accelerator.gather_for_metrics = lambda values, *args, **kwargs: values
         return prepared
 
     return prepare
@@ -359,10 +360,6 @@ def _sharding_over_replicas(stock: Function) -> Function:
 
 def _do_nothing() -> None:
     pass
-
-
-def _as_it_is(values: Any, *args: object, **kwargs: object) -> object:
-    return values
 
 
 def _stepping_by_replicas(stock: Function) -> Function:

@@ -42,7 +42,6 @@ from ds_hetero.frameworks.transformers.protocols import AttentionLayer, ModelCon
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.data.shards import Batch
-from ds_hetero.runtime.replica import Replica
 
 NAME = "ds_hetero"  # of our attention implementation
 
@@ -188,7 +187,8 @@ def _sharded_attention(
     """Of query [B, H, s, D], key [B, G, s, D] and value [B, G, s, Dv], Dv <= D: [B, s, H, Dv]."""
     query, key, value = cast_alike(*qkv)
     forward, head_dim, value_dim = mask.forward, query.shape[-1], value.shape[-1]
-    heads, expected = (query.shape[1], key.shape[1]), _heads_of(forward.replica)
+    schedule = forward.replica.schedule
+    heads, expected = (query.shape[1], key.shape[1]), (schedule.num_heads, schedule.num_kv_heads)
     if heads != expected:
         raise ModelError(
             f"{layer} computes attention with {heads[0]} heads over {heads[1]} key/value heads, where the model's "
@@ -214,10 +214,6 @@ def _sharded_attention(
     if forward.is_placeholder:
         out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
     return out[..., :value_dim]
-
-
-def _heads_of(replica: Replica) -> tuple[int, int]:
-    return replica.schedule.num_heads, replica.schedule.num_kv_heads
 
 
 def _problem(options: _LayerOptions, mask: ShardedMask, head_dim: int, value_dim: int) -> str | None:

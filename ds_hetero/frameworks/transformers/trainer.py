@@ -270,18 +270,13 @@ def _expect_loss_only(trainer: Trainer) -> None:
         )
 
 
-def _same_on_all_ranks(values: Any, *args: object, **kwargs: object) -> object:
-    """In place of a gather over data-parallel ranks: pipelines evaluate the same batch on all ranks."""
-    return values
-
-
 def _loading_over_replicas(registry: Registry, stock: Function) -> Function:
     @functools.wraps(stock)
     def get_dataloader(trainer: Trainer, *args: object, **kwargs: object) -> object:
         is_pipelined = registry.is_pipelined(trainer.model)
         if is_pipelined:
             _expect_loss_only(trainer)
-            trainer.gather_function = _same_on_all_ranks
+            trainer.gather_function = lambda values, *args, **kwargs: values  # all ranks evaluate the same batch
         is_unlike = takes_unlike_batches(registry, trainer)
         is_whole = not is_unlike and takes_whole_batches(registry, trainer)
         over_replicas = kwargs.get("is_training") or is_pipelined or is_whole

@@ -224,7 +224,7 @@ def moved_bytes(old: Plan, new: Plan, rank_before: Sequence[int | None], costs: 
         for rank in left:
             on_node.setdefault(node[rank], []).append(rank)
         for rank, part in needed.items():
-            missing = _length(part) - (_overlap(part, left[rank]) if rank in left else 0.0)
+            missing = part[1] - part[0] - (_overlap(part, left[rank]) if rank in left else 0.0)
             if missing <= NOTHING:
                 continue
             near_first = itertools.chain(on_node.get(node[rank], ()), left)
@@ -249,10 +249,6 @@ def _holders(plan: Plan, num_layers: int) -> list[dict[int, Part]]:
                 for layer in range(start, stop):
                     layers[layer][rank] = at / parts, (at + 1) / parts
     return layers
-
-
-def _length(part: Part) -> float:
-    return part[1] - part[0]
 
 
 def _overlap(a: Part, b: Part) -> float:

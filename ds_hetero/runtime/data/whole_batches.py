@@ -33,14 +33,6 @@ from ds_hetero.runtime.documents import (
 from ds_hetero.values.plans import BatchSplit
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def _keep_none(batch: Any) -> bool:
-    return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class BatchReading:
     """How batches are read before they are cut."""
@@ -49,8 +41,8 @@ class BatchReading:
     keep_inputs: bool = False  # cut labels only, see there
     by_documents: bool = False  # have batches know their documents, see `ds_hetero.runtime.data.whole_batches`
     joins_rows: bool = True  # make such batches one row where they can be
-    complete: Callable[[Any], Any] = _as_it_is  # adds to a batch what its model would make of the whole of it
-    keeps: Callable[[Any], bool] = _keep_none  # whether a batch drawn is kept for `WholeBatches.take_kept`
+    complete: Callable[[Any], Any] = lambda batch: batch  # adds to a batch what its model would make of the whole of it
+    keeps: Callable[[Any], bool] = lambda batch: False  # whether a drawn batch is kept for `WholeBatches.take_kept`
 
 
 class WholeBatches:

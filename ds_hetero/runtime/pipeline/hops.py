@@ -95,7 +95,8 @@ class Receiving:
             for work in self._works:
                 work.wait()
         for local, part in self._parts:
-            for (start, stop), piece in zip(local, _split(part, local), strict=True):
+            pieces = part.split_with_sizes([stop - start for start, stop in local], dim=1)
+            for (start, stop), piece in zip(local, pieces, strict=True):
                 self._result[:, start:stop] = piece
         return self._result if self._gather is None else self._gather(self._result)
 
@@ -163,7 +164,3 @@ def _local(intervals: Sequence[Range], held: Sequence[Range]) -> tuple[Range, ..
         low, offset = next((a, first[a, b]) for a, b in held if a <= start and stop <= b)
         local.append((offset + start - low, offset + stop - low))
     return tuple(local)
-
-
-def _split(part: Tensor, local: Sequence[Range]) -> tuple[Tensor, ...]:
-    return part.split_with_sizes([stop - start for start, stop in local], dim=1)
