@@ -57,7 +57,7 @@ class HeadTable:
         return sum(member.tokens for member in self.members)
 
     def qkv_sizes(self, unit: int) -> tuple[list[int], list[int]]:
-        """Elements of q, k, v that each member is sent and sends; ``unit`` of a token of a head; gradients reversed."""
+        """Elements of q, k and v to and from each member, ``unit`` for a token of a head; gradients the other way."""
         own = self.own
         sent = [own.tokens * unit * member.width for member in self.members]
         return sent, [member.tokens * unit * own.width for member in self.members]
@@ -124,7 +124,7 @@ class MoveTable:
     takes: tuple[int, ...]  # attended to, held by these ranks
 
     def sizes(self, unit: int, *, back: bool = False) -> tuple[list[int], list[int]]:
-        """Elements that this rank sends to, and receives from, each rank; ``unit`` are those of one token."""
+        """Elements that this rank sends to, and receives from, each rank, with ``unit`` for each token."""
         sent, received = ([tokens * unit for tokens in of_rank] for of_rank in (self.gives, self.takes))
         return (received, sent) if back else (sent, received)
 

@@ -258,7 +258,7 @@ class Round(NamedTuple):
 
 
 class RoundsOf:
-    """The rounds, so many as ``steps``, of the member at ``position`` as they are put together."""
+    """The rounds of the member at ``position``, one for each of ``steps``, while they are put together."""
 
     def __init__(self, steps: int, position: int) -> None:
         self._position = position

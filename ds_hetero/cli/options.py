@@ -90,7 +90,7 @@ def same_line(command: click.Command) -> str:
 
 
 def batch_of_pipelines(parallel: str, global_batch: int | None) -> int | None:
-    """``--global-batch`` if ``--parallel`` asks for pipelines, else None. Raises `PlanError`: unknown, or none."""
+    """``--global-batch`` where ``--parallel`` asks for pipelines. Raises `PlanError`: unknown kind, or no batch."""
     if parallel not in ("sequence", "full"):
         raise PlanError(f"--parallel {shortened(parallel)} is unknown; it is sequence or full.")
     if parallel == "full" and global_batch is None:

@@ -23,7 +23,7 @@ PLANS = (".json", ".html")
 
 
 def check_out(out: Path | None, option: str = "--out", endings: Sequence[str] = ()) -> None:
-    """Refuse a file that cannot be written, before anything is computed. Raises `PlanError`: ending or folder.
+    """Refuse a file that cannot be written, before anything is computed. Raises `PlanError`: why it cannot.
 
     Args:
         endings: of names, each of which is a kind of file that can be written; any name where there are none.
@@ -43,7 +43,7 @@ def check_out(out: Path | None, option: str = "--out", endings: Sequence[str] = 
 
 
 def write_out(out: Path, text: str) -> None:
-    """Write the file that ``--out`` names. Raises `PlanError` for what `check_out` does not see: a full disk."""
+    """Write the file that ``--out`` names. Raises `PlanError` for what `check_out` cannot see, as a full disk."""
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:

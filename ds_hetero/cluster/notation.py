@@ -108,7 +108,7 @@ def read_notation(gpus: str, network: str | None = None, nics: int | None = None
 
 
 def network_gb_per_s(where: str, text: str) -> float:
-    """Read the rate of a link: ``25``, ``25GB/s`` and ``200Gbit/s`` are the same. Raises `ClusterError`: it is none."""
+    """Read the rate of a link: ``25``, ``25GB/s`` and ``200Gbit/s`` are the same. Raises `ClusterError`: no rate."""
     match = _RATE.fullmatch(text.strip())
     unit = _UNITS.get(match["unit"].lower()) if match else None
     try:

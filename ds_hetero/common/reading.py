@@ -148,7 +148,7 @@ def parse(text: str, where: str, error: type[HeteroError], *, yaml: bool = False
 
 
 def check_content(content: Any, where: str, error: type[HeteroError], *, max_values: int = MAX_VALUES) -> None:
-    """Refuse content, not from `parse`, that is no plain data. Raises ``error``: it names the place inside."""
+    """Refuse content that is no plain data, where it is not from `parse`. Raises ``error``: names the place."""
     num_values = 0
     pending: list[tuple[tuple[str, ...], Any]] = [((), content)]
     while pending:

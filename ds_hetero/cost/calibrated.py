@@ -257,7 +257,7 @@ class CalibratedCostModel(CostModel):
         ]
 
     def _block_s(self, pass_B: Sequence[Floats] | Floats) -> Floats:
-        """Forward, then backward with what it repeats; ZeRO and the launching host run beside them, maybe longer."""
+        """Forward, then backward with what it repeats; ZeRO and the host run beside them, and may take longer."""
         again = self._block.passes[0].repeats - 1
         forward_host_s, backward_host_s = self._host_s
         backward_B = again * pass_B[0] + pass_B[1]

@@ -118,7 +118,7 @@ class PlayedStep:
 
 
 def play(events: Sequence[Sequence[Event]], cluster: Cluster, host_share: float = 1.0) -> PlayedStep:
-    """Play a step. Raises `PlanError`: other ranks than the cluster's, or a wait for what nobody ever posts.
+    """Play a step. Raises `PlanError`: another number of ranks than the cluster's, or a wait for ever.
 
     Args:
         host_share: time of the host to launch a layer over that of a plain one, see `cost.terms.times.host_share`.

@@ -104,7 +104,7 @@ def _micro_step_samples(training: TrainingFacts, steps: int, world_size: int) ->
 
 
 def _expect_total(sizes: Sequence[int], training: TrainingFacts, steps: int, world_size: int) -> None:
-    """Refuse a global batch that is not that of the list; a mean may be rounded. Raises `ConfigError`."""
+    """Refuse a global batch that is not the list's sum; a mean may be rounded. Raises `ConfigError`."""
     total, micro = sum(sizes), training.micro_batch_size
     given = training.train_batch_size
     means = {total // world_size, -(-total // world_size)}

@@ -123,7 +123,7 @@ def needs_measuring(section: HeterogeneitySection) -> bool:
 
 
 def sp_size_of(sp_sizes: Mapping[str, int | None]) -> int | None:
-    """The one size that the sources in ``sp_sizes`` name, if any. Raises `ConfigError`: two, or none >= 1.
+    """The one size that the sources in ``sp_sizes`` name, if any. Raises `ConfigError`: unlike sizes, or one < 1.
 
     Args:
         sp_sizes: by the name under which the user knows the source, such as ``"sequence_parallel_size of ds_config"``.
@@ -139,7 +139,7 @@ def sp_size_of(sp_sizes: Mapping[str, int | None]) -> int | None:
 
 
 def replica_size(sp_sizes: Mapping[str, int | None], world_size: int) -> int:
-    """Ranks of a replica where no file says so: all, or the sp size. Raises `ConfigError`: it does not divide them."""
+    """Ranks of a replica where no file says so: the sp size, or all. Raises `ConfigError`: they do not divide."""
     sp_size = sp_size_of(sp_sizes) or world_size
     if world_size % sp_size:
         raise ConfigError(
@@ -384,7 +384,7 @@ def decide(
     plan: Plan | None = None,
     no_inners: Mapping[str, str] | None = None,
 ) -> JobStart:
-    """Resolve the section to a plan and predict it, or search for pipelines. Raises `HeteroError`: it cannot be.
+    """Resolve the section to a plan and predict it, or search for pipelines. Raises `HeteroError`: none is found.
 
     Reads the schedule and cluster files that the section names.
 

@@ -134,7 +134,7 @@ def global_batch_of(training: TrainingFacts, plan: Plan | None = None) -> int:
 
 
 def check_pipelines_searchable(facts: JobFacts) -> None:
-    """Refuse what is impossible whatever is measured. Raises `ConfigError`; `ModelError`: no cost model for it."""
+    """Refuse what is impossible whatever is measured. Raises `ConfigError`, or `ModelError`: no cost model fits."""
     check_pipeline_section(facts.section, ("one",))
     global_batch_of(facts.training)
     _spec_of(facts)

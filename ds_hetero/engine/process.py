@@ -102,7 +102,7 @@ def announce_lost_restarts() -> None:
 
 
 def name_of_start(store: Store, rank: int, size: int) -> str:
-    """A name that the processes which call this together share, and none before. Raises `PeerError`: who is absent.
+    """A name for the processes that call this together, new at each start. Raises `PeerError`: who is absent.
 
     Caller: every rank; waits for all, as long as the store's timeout.
     """

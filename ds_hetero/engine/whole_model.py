@@ -92,7 +92,7 @@ class WholeModel:
         """Nothing is split, so there is nothing to compare."""
 
     def declare_loss(self, convention: str | None) -> None:
-        """Set `loss_convention`. Raises `ConfigError` on every rank where it is of split, or of equal batches."""
+        """Set `loss_convention`. Raises `ConfigError` on every rank: not for whole models, or batches are equal."""
         name, split = type(self.model).__name__, self.replica.batch_split
         if convention not in (None, "replica_mean", *UnitCounts._fields):
             raise ConfigError(
@@ -273,7 +273,7 @@ class WholeModel:
         self._trial = BatchTrial(self.model)
 
     def room(self, plan: Plan) -> list[int]:
-        """By rank, samples of this plan that it has memory for; on every rank. Collectives: one `on_all_ranks`."""
+        """By rank, how many samples of this plan fit its memory; on every rank. Collectives: one `on_all_ranks`."""
         wanted, now = (
             split.micro_batch_sizes[self.replica.replica_id]
             for split in (plan.batch_split, self.replica.batch_split)
@@ -292,7 +292,7 @@ class WholeModel:
             reader.change(replica.batch_split, max(newest) + 1)
 
     def note_reader(self, reader: ReplicaSampler | ReplicaStream | None) -> None:
-        """Let a reader of samples follow the ranks' batches. Raises `BatchError`: the loader's cannot change."""
+        """Let a reader of samples follow the ranks' batches. Raises `BatchError`: they change, and it cannot."""
         split = self.replica.batch_split
         if self.changes_batches and not isinstance(reader, ReplicaSampler):
             raise BatchError(

@@ -126,7 +126,7 @@ class AsymmetricGradientSync:
     # --- a training step ----------------------------------------------------------------------------
 
     def start(self, tokens: int) -> None:
-        """Average this step's gradients over replicas by ``tokens``, not add. Raises `SyncError`: they have left.
+        """Weigh this step's gradients by ``tokens`` instead of adding them. Raises `SyncError`: too late.
 
         For losses that are means over the tokens of their replica: the result is the gradient of the mean over all
         tokens. A replica without tokens counts nothing, whatever its gradients are. With gradient accumulation

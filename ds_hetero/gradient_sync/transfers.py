@@ -275,7 +275,7 @@ def _view(values: Tensor, boxes: Sequence[Box], part: Box) -> Tensor:
 
 
 def replicas_of(layouts: Mapping[str, ParameterLayout]) -> tuple[tuple[int, ...], ...]:
-    """Ranks of every replica, ascending. Raises `SyncError`: layouts do not say them, or place a rank in two."""
+    """Ranks of every replica, ascending. Raises `SyncError`: layouts do not tell, or a rank is in two."""
     counts = {len(layout.cuts) for layout in layouts.values()}
     if len(counts) != 1:
         raise SyncError(f"layouts have one cut for every replica, the same number in each; got {sorted(counts)}.")

@@ -51,7 +51,7 @@ def requested_kernel(wish: KernelWish, rank: int) -> KernelName | None:
 
 
 def expect_known_devices(wish: KernelWish, names: Sequence[str]) -> None:
-    """Refuse entries that fit no rank, or too many. Raises `ConfigError`: a key of no device, or a long list."""
+    """Refuse entries that fit no rank, or too many. Raises `ConfigError`: names them."""
     if isinstance(wish, list) and len(wish) != len(names):
         raise ConfigError(f'"{SECTION}.attention" has {len(wish)} entries; there are {len(names)} ranks.')
     for part in wish if isinstance(wish, dict) else ():

@@ -48,7 +48,7 @@ def draft_of(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Make an empty draft in an earlier one's place. Raises `CheckpointError`: no such folder. `OSError`: it fails."""
+    """Make an empty draft in an earlier one's place. Raises `CheckpointError`: a bad name; `OSError`."""
     if folder.name in ("", "..") or folder.name.endswith((DRAFT, _REPLACED)):
         raise CheckpointError(
             f"a checkpoint cannot be saved as {folder}: a tag names a folder, and its name must not end in {DRAFT} or "
@@ -162,7 +162,7 @@ class Manifest:
 
 
 def seal_part(path: Path) -> SavedFile:
-    """Entry of the manifest for a written part, once the disk keeps it. Raises `OSError`: it cannot be, or be read."""
+    """Entry of the manifest for a written part, once the disk keeps it. Raises `OSError`: it does not."""
     part = _measure(path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -201,7 +201,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def changed_parts(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
-    """Compare parts, by names, with the manifest; by name of a part that has changed, what is wrong with it."""
+    """Compare parts with the manifest; return what is wrong, by name of a part that has changed."""
     faults = {}
     for name in names:
         expected = manifest.parts[name]

@@ -50,7 +50,7 @@ class Snapshot:
 
     @classmethod
     def take(cls, device: torch.device, ranges: Sequence[NamedRange]) -> Snapshot:
-        """Of this rank on its ``device``; ``ranges`` of its latest step that are too many for a trace are left out."""
+        """Of this rank; ``ranges`` of its latest step are left out where they are too many for a trace."""
         if device.type == "cuda":
             name, memory_bytes = torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device)
         else:

@@ -314,7 +314,7 @@ def common_steps(by_rank: Sequence[Sequence[StepTimes]]) -> list[Steps]:
 
 
 def times_of_passes(plan: Plan, ranks: Sequence[RankTimes], steps: Sequence[Steps]) -> JobTimes:
-    """Return where the time of pipelines went; ``ranks`` say it of themselves, whatever steps they have finished."""
+    """Return where the time of pipelines went; ``ranks``: what each says, whatever steps it has finished."""
     phases = [dict.fromkeys(("forward_s", "backward_s", "hop_s", "bubble_s"), 0.0) for _ in ranks]
     for step in steps:
         for rank, times in step.items():

@@ -49,7 +49,7 @@ def plan_replicas(
     cost_model: str = "calibrated",
     layout: str | None = None,
 ) -> ReplicasPlan:
-    """Plan every replica, and the micro-batches of all. Raises `PlanError`: no memory, or no such global batch.
+    """Plan every replica, and the micro-batches of all. Raises `PlanError`: no memory, or no way to fill the batch.
 
     Args:
         workload: of one replica; its ``micro_batch`` and ``micro_batches`` are ignored, because they are chosen here.
@@ -77,7 +77,7 @@ def plan_replicas(
 
 
 def split_batch(times: Sequence[Sequence[float]], global_batch: int, *, lockstep: bool) -> BatchSplit:
-    """Micro-batches with which a step ends soonest, then of fewest steps. Raises `PlanError`: no such batch.
+    """Micro-batches with which a step ends soonest. Raises `PlanError`: none make up the global batch.
 
     Args:
         times: seconds of one micro-batch of 1, 2, ... samples, by replica; as many as fit into its memory.

@@ -184,7 +184,7 @@ def _rejected(
 
 
 def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> Schedule:
-    """A strategy's schedule, by its name. Raises `PlanError`: it is unknown, or none is legal, or fits.
+    """A strategy's schedule, by its name. Raises `PlanError`: an unknown name, or nothing legal fits.
 
     ``usp`` is the best legal mesh that fits.
 

@@ -214,7 +214,7 @@ def _decode_failure(payload: bytes) -> _Failure:
 
 
 def _error_of(failures: Mapping[int, _Failure], unnamed: Sequence[Sequence[int]]) -> Exception:
-    """Make one error of failures by global rank; equal ones together; ``unnamed`` sets of ranks without names."""
+    """Make one error of failures by global rank, equal ones together; ``unnamed``: sets of ranks not to be named."""
     ranks_by_failure: dict[_Failure, list[int]] = {}
     for rank, failure in failures.items():
         ranks_by_failure.setdefault(failure, []).append(rank)

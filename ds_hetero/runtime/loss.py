@@ -232,7 +232,7 @@ def has_loss_of_batch(outputs: object) -> bool:
 
 
 def expect_same_scalar(value: Tensor, replica: Replica) -> None:
-    """Refuse a scalar that differs in a replica, as a mean of own tokens. Raises `BatchError` on every rank.
+    """Refuse a scalar that differs in a replica, as a mean over own tokens does. Raises `BatchError` on every rank.
 
     Caller: every rank of the replica.
     Collectives: one all_reduce of two numbers.

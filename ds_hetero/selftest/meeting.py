@@ -49,7 +49,7 @@ class Meeting:
         self.store, self.rank, self.size = store, rank, size
 
     def gather(self, name: str, value: Any, limit_s: float) -> list[Any]:
-        """Return all ranks' values, in order; every rank calls it once by ``name``. Raises `PeerError`: who did not.
+        """Return all ranks' values, in order; every rank calls it once per ``name``. Raises `PeerError`: who did not.
 
         Args:
             value: of this rank, as JSON can carry it.

@@ -282,7 +282,7 @@ def _flat_boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
 def fit_owner_weights(
     layouts: Iterable[ParameterLayout], targets: Mapping[int, float], rounds: int = 200
 ) -> dict[int, float]:
-    """Weights for `chunks_of` with which ranks own shares like ``targets``. Raises `SyncError`: a holder has none.
+    """Weights for `chunks_of` with which ranks own shares as ``targets`` say. Raises `SyncError`: one has no target.
 
     Only a holder can own, so a rank's weight among the holders of one chunk differs from its target: with replicas of
     1, 2 and 4 ranks and equal targets it is 1 : 2 : 4. Every weight is scaled by wanted over owned in turns (iterative

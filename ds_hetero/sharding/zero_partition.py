@@ -143,7 +143,7 @@ class Move:
 
 
 def moves(saved: FlatGroup, wanted: FlatGroup, part: int) -> tuple[Move, ...]:
-    """How to make ``part`` of ``wanted`` from parts of ``saved``, in few moves. Raises `ValueError`: they do not.
+    """How to make ``part`` of ``wanted`` of parts of ``saved``, in few moves. Raises `ValueError`: impossible.
 
     Both lay the same parameters out, in any order, with any padding, cut for any number of ranks.
     """

@@ -62,7 +62,7 @@ class Piece:
 
 
 def refine(splits: Sequence[Split]) -> tuple[Piece, ...]:
-    """The coarsest pieces that no cut of any split divides, in order. Raises `ValueError`: none, or unlike totals.
+    """The coarsest pieces that no cut of any split divides, in order. Raises `ValueError`: unlike totals, or no split.
 
     With the head cuts of the groups as ``splits`` the pieces are HexiSeq's sub-ring tasks
     (arXiv:2605.07569, section 3.3); with the cuts of replicas and of ZeRO owners they are HexiScale's

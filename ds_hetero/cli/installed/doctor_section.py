@@ -169,7 +169,7 @@ def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:
 def _pipelines(
     facts: JobFacts, plan: Plan | None, ds_config: JsonObject, world_size: int, model: nn.Module | None
 ) -> JsonDict:
-    """Return the plan and its prediction, or when they will be decided. Raises `HeteroError`: as the start of the job.
+    """Return the plan and its prediction, or when they will be decided. Raises `HeteroError`, as the job's start.
 
     Args:
         plan: in the section's file; None where it is searched for.

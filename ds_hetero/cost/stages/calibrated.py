@@ -290,7 +290,7 @@ def _has_neighbours(ranks: Sequence[int], size: int) -> bool:
 
 
 class HopTimes:
-    """Times of hops between blocks; ``sequence`` says which shares of one the devices of a block have."""
+    """Times of hops between blocks; ``sequence`` says which shares of tokens the devices of a block have."""
 
     def __init__(
         self, cluster: Cluster, token_bytes: int, seq_len: int, pools: Pools, sequence: SequenceStages

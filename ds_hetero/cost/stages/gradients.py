@@ -83,7 +83,7 @@ class GradientTimes:
         self._parameters_L = np.array([table, *layers, table + model.hidden_size], dtype=np.float64)
 
     def times(self, pipelines: Sequence[PlacedPipeline], weights_J: Floats | None = None) -> SyncTimes:
-        """Reduce gradients to their owners, step, gather; ``weights_J`` of a part's ranks as owners, or all alike."""
+        """Reduce gradients to owners, step, gather; ``weights_J``: of every rank of a part as an owner, if unlike."""
         shares = self._shares(pipelines, weights_J)
         wire_s = self._wire_s(shares, weights_J) / 2  # the way back is the way there, with the roles swapped
         summing_s, update_s, back_s = (self._own_bytes(shares) * shares.held.numbers[_MEMORY_S]).max(axis=1).tolist()

@@ -321,7 +321,7 @@ class StageCosts(ABC):
 
     @abstractmethod
     def step_s(self, pipelines_s: float, sync: SyncTimes, overlap_s: float) -> float:
-        """An optimizer step of the slowest pipeline; ``overlap_s``: a backward of the first stage that ends last."""
+        """An optimizer step; ``overlap_s``: a backward on the first stage of the pipeline that ends last."""
 
     def with_owners(self, owners: str | tuple[float, ...]) -> StageCosts:
         """Return the same cost model with other owners of optimizer state."""

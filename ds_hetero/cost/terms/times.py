@@ -434,7 +434,7 @@ def host_share(workload: Workload) -> float:
 
 
 def offloaded_step_s_D(devices: Sequence[DeviceSpec], workload: Workload, own_D: Floats) -> Floats:
-    """Gradients to the host, Adam there, parameters back, ``[D]``, hidden by nothing; ``own_D``: owned parameters."""
+    """Gradients to the host, Adam there, parameters back, ``[D]``; nothing hides it. ``own_D``: parameters owned."""
     moved_D = own_D * (workload.gradient_bytes + workload.element_bytes)
     stepped_D = own_D * (2 * workload.optimizer_bytes + workload.gradient_bytes + workload.element_bytes)
     return np.asarray(moved_D / host_bytes_per_s_D(devices) + stepped_D / HOST_BYTES_PER_S)

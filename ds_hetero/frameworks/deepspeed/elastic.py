@@ -60,7 +60,7 @@ class ElasticEngine:
         self._unsaved_step: int | None = None  # done since the loop has last asked for a batch
 
     def resume(self, objects: Objects) -> int | None:
-        """Find and put back the newest save, and save from here on; its step, or None where the job begins.
+        """Put back the newest save and save from here on; return its step, or None where the job begins.
 
         Args:
             objects: of the script, that are a part of its state.

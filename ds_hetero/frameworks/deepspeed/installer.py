@@ -43,7 +43,7 @@ class Installer:
         return built
 
     def install(self) -> tuple[HookedEngine, tuple[Any, ...]]:
-        """Let stock build an engine of our parts. Raises `HeteroError` on every rank: something cannot be used.
+        """Let stock build an engine of our parts. Raises `HeteroError` on every rank, where that is impossible.
 
         Returns:
             The engine with what the hooks around its methods need; and what stock returns.

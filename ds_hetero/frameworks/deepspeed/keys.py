@@ -310,7 +310,7 @@ def key_of(path: str) -> Key | None:
 
 
 def expect_supported_keys(ds_config: DsConfig, *, pipelines: bool = False) -> None:
-    """Refuse keys with which training is not that of one process. Raises `ConfigError`: them and what to do."""
+    """Refuse keys with which training is not that of one process. Raises `ConfigError`: names them."""
     lines = [
         f'"{path}": {shortened(value)}: {reason}.'
         for path, value, key in _known(ds_config)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def expect_one_save(engine: Engine, folder: Path, *, with_optimizer: bool) -> Manifest | None:
-    """The manifest (None without one) once all parts are one save's. Raises `CheckpointError` on every rank.
+    """Check that all parts are of one save; return its manifest, if any. Raises `CheckpointError` on every rank.
 
     Args:
         with_optimizer: check the parts that only the optimizer's state is read from.

@@ -111,7 +111,7 @@ def _expect_no_term_of_adapters(trainer: Any) -> None:
 
 
 def running_state(trainer: Any) -> dict[str, Any]:
-    """TRL's sums for logs, which no checkpoint has. Raises `ConfigError`: the trainer has more to be lost."""
+    """TRL's sums for logs, which no checkpoint has. Raises `ConfigError`: the trainer has more to lose."""
     name = _class_name(trainer)
     if name is None:
         return {}
@@ -229,7 +229,7 @@ def expect_tried(trainer: Any) -> None:
 
 
 def count_replicas(arguments: Any, num_replicas: int) -> None:
-    """Let a generating trainer's arguments count replicas, not ranks. Raises `ConfigError`: prompts are split.
+    """Let a generating trainer's arguments count replicas, not ranks. Raises `ConfigError`: they do not divide.
 
     Args:
         arguments: of the trainer; ``generation_batch_size`` is set to what all replicas take in one generation.

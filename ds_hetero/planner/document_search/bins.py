@@ -77,7 +77,7 @@ def deal(
     least_tokens: int = LEAST_FRAGMENT_TOKENS,
     widen: int = 1,
 ) -> list[Pieces] | None:
-    """Bins of every part with tokens: whole on the first to end, or cut if that takes too long; None without room.
+    """Bins of every part, with tokens: one that ends first, or several if that takes too long; None without room.
 
     Args:
         parts: longest first.

@@ -210,7 +210,7 @@ class Crossing(NamedTuple):
 
 
 def crossing_of(ring: Pieces, costs: UnitCosts) -> Crossing:
-    """How a document gets from node to node fastest; its ``ring`` has units of several, ascending, with tokens."""
+    """How a document gets from node to node fastest; ``ring``: its units, by ascending node, and their tokens."""
     by_node: dict[int, list[tuple[int, int]]] = {}
     for piece in ring:
         by_node.setdefault(costs.node[piece[0]], []).append(piece)

@@ -103,7 +103,7 @@ class DocumentsReport:
 
 
 def documents_of(lengths: Sequence[int], length: int) -> tuple[Range, ...]:
-    """Intervals of documents from the beginning of a row on; the rest is padding. Raises `PlanError`: too long."""
+    """Intervals of documents that follow one another in a row; the rest is padding. Raises `PlanError`: too long."""
     documents, end = [], 0
     for tokens in lengths:
         documents.append((end, end + tokens))

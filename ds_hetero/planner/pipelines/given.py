@@ -40,7 +40,7 @@ def check_given_plan(plan: Plan, cluster: Cluster, model: ModelSpec) -> None:
 
 
 def placed_of(plan: Plan, pools: Pools) -> tuple[PlacedPipeline, ...]:
-    """The pipelines of a plan in blocks. Raises `PlanError`: tensor stages over nodes or kinds; no layers, batches."""
+    """The pipelines of a plan in blocks. Raises `PlanError`: stages that span kinds, or too little is said."""
     pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}
 
     def block(where: str, stage: Stage) -> DeviceBlock:
@@ -80,7 +80,7 @@ def judge_given(
 
 
 def judge_plan(costs: StageCosts, plan: Plan, objective: Objective) -> Finished:
-    """Predict a plan, with its own micro-batches in flight. Raises `PlanError`: it is of others, or does not fit."""
+    """Predict a plan, with its own micro-batches in flight. Raises `PlanError`: another model, or no memory."""
     costs = with_owners_of(costs, plan)
     placed = placed_of(plan, costs.pools)
     _keep_schedules(costs, plan, placed)
@@ -132,7 +132,7 @@ def _keep_schedules(costs: StageCosts, plan: Plan, placed: Sequence[PlacedPipeli
 
 
 def with_owners_of(costs: StageCosts, plan: Plan) -> StageCosts:
-    """The cost model with the plan's owners of optimizer state. Raises `PlanError`: of others, or see `owners_of`."""
+    """The cost model with the plan's owners of optimizer state. Raises `PlanError`: see `owners_of`."""
     check_given_plan(plan, costs.cluster, costs.model)
     if costs.owners is None:
         return costs

@@ -73,7 +73,7 @@ def replan(
     effort_s: float | None = None,
     progress: Progress | None = None,
 ) -> Replanned:
-    """Plan again for devices that are left. Raises `PlanError`: nothing fits or is left, or ranks are of no such plan.
+    """Plan again for the devices that are left. Raises `PlanError`: nothing fits, or ranks are unknown.
 
     Args:
         make_costs: cost models for a cluster, the plan's own first; others recompute where it does not, or the like.

@@ -32,7 +32,7 @@ SEARCHED_RANKS = 64  # up to so many ranks a schedule is searched; with more, th
 def best_grid(
     costs: StageCosts, objective: Objective, samples: int, sizes: Sequence[int]
 ) -> tuple[Rival, PlanCandidate | None]:
-    """The best grid of equal pipelines with equal layers over all devices, for so many samples, sizes to be tried."""
+    """The best grid of equal pipelines with equal layers over all devices, of micro-batches of ``sizes``."""
     best: tuple[str, PlanCandidate] | None = None
     names = 0
     for name, pipelines in uniform_grids(costs, samples, sizes):

@@ -153,7 +153,7 @@ def _features(x: Floats, s: Floats) -> Floats:
 
 
 def table_text(cost: CostModel, table: ProfileTable | None = None) -> str:
-    """Where the times of the table, if none is given `table_of`'s, are from, and how well the polynomial fits."""
+    """Where the times of the table (`table_of`'s, if none is given) are from, and how well the polynomial fits."""
     chosen, _, source = table_of(cost) if table is None else (table, [], "given")
     return (
         f"table of attention times: {source}, {len(chosen.lengths)} lengths up to {chosen.lengths[-1]:,} tokens, "

@@ -101,7 +101,7 @@ def decide_batch_mode(reports: Sequence[LoaderReport]) -> tuple[str | None, str]
 
 
 def expect_unsharded(reports: Sequence[LoaderReport], divides_samples: bool) -> None:
-    """Check loaders of unlike replicas. Raises `BatchError` on every rank: sharded already, or "own".
+    """Check loaders of unlike replicas. Raises `BatchError` on every rank: sharded already, or one for each rank.
 
     Args:
         divides_samples: whether the loader's samples are those of the whole job, to be divided among the replicas.

@@ -241,7 +241,7 @@ class PlanningAhead:
         self._prepared: _Prepared | None = None
 
     def take(self, count: int, schedule: Schedule) -> list[PlacedBatch]:
-        """The next ``count`` batches, fewer at the end, placed anew if need be. Raises `BatchError`."""
+        """The next ``count`` batches, fewer at the end; placed anew where the schedule changed. Raises `BatchError`."""
         placer, prepared = self._placer(), self._prepared
         self._prepared = None
         if prepared is None:

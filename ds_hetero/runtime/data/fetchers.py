@@ -186,7 +186,7 @@ class DividedBatches(Fetcher):
 
 @waiting_for_peers("comparing the loaders of all ranks")
 def make_fetcher(batches: WholeBatches, replica: Replica, placer: Placer, requested: str | None) -> Fetcher:
-    """Agree with all ranks how their loaders hold batches. Raises `BatchError` on every rank: they contradict.
+    """Agree with all ranks how their loaders hold batches. Raises `BatchError` on every rank: they differ.
 
     Args:
         batches: this rank's batches. Where the replicas take different ones, it is changed to read this replica's.

@@ -80,7 +80,7 @@ class _Steps:
         return self._drawn.pop(min(self._drawn)).checksum if self._drawn else 0
 
     def _samples_by_step(self, samples: Iterable[Any], size: int) -> Iterator[list[Any]]:
-        """Samples of the steps, ``size`` each, that are not left out. Raises `BatchError`: the others changed."""
+        """Samples of the steps not left out, ``size`` each. Raises `BatchError`: those left out have changed."""
         first_step, self.checksum = self.first_step, 0
         self.newest_step, self._splits = -1, [(0, self.split)]
         self._drawn.clear()

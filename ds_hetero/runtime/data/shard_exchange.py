@@ -55,7 +55,7 @@ def manifest(placed: PlacedBatch) -> bytes:
 def exchange_shards(
     placed: PlacedBatch | None, manifests: Sequence[bytes], replica: Replica, placer: Placer
 ) -> list[Entries]:
-    """This rank's shard of every batch, by the ranks that had them, on the CPU. Raises `BatchError`: placed otherwise.
+    """This rank's shard of every batch, in order of its ranks, on the CPU. Raises `BatchError`: unlike placements.
 
     Args:
         manifests: of all ranks of the replica; empty for a rank without a batch.

@@ -383,7 +383,7 @@ _calls: list[Callable[[str], object]] = []
 
 
 def before_forced_exit(call: Callable[[str], object]) -> Callable[[], None]:
-    """Register ``call``, made with the reason before a vain wait is ended, in the watch's thread; return its undo."""
+    """Call ``call`` with the reason, in the watch's thread, before a vain wait is ended; return what undoes this."""
     _calls.append(call)
     return lambda: _calls.remove(call) if call in _calls else None
 

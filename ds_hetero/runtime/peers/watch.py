@@ -55,7 +55,7 @@ _STORE_ANSWER_OF_STOPPED_S = 0.1  # the same where a process of this host is sto
 
 
 class Watch:
-    """Watch of this rank over the others; after ``timeout_s`` one that waits in vain takes the silent for gone."""
+    """Watch of this rank over the others; after ``timeout_s`` in vain, those that do not answer count as gone."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, attempt: str = "") -> None:
         self.group, self._timeout_s = group, timeout_s
@@ -339,7 +339,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def lost_peer_error(error: BaseException, phase: str) -> PeerError | StepError:
-    """The error to raise where a backend has reported ``error`` in ``phase``: which rank is gone, or astray."""
+    """The error to raise where a backend reported ``error`` in ``phase``: which rank is gone, or went another way."""
     watch = current_watch()
     diagnosis = None if watch is None else watch.explain()
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -123,7 +123,7 @@ class Boundary:
         return Sending(_post(ops), parts)
 
     def receive(self, rows: int, length: int, width: int, dtype: torch.dtype) -> Receiving:
-        """Ask for [``rows``, s, ``width``] that this rank carries of the other stage, of ``length`` tokens in all."""
+        """Ask for what this rank carries of the other stage's [``rows``, ``length``, ``width``]."""
         carried = carried_intervals(self.target, length, self.rank)
         tokens = sum(stop - start for start, stop in carried)
         if self.copies is not None:  # a gather takes as many of every rank, and the last may carry fewer

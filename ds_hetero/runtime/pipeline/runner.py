@@ -70,7 +70,7 @@ class Neighbours:
 def neighbours_of(
     plan: Plan, rank: int, groups: dict[tuple[int, int], BoundaryGroups], device: torch.device
 ) -> Neighbours:
-    """The boundaries of the stage of ``rank``; ``groups`` of `make_boundary_groups`; activations on ``device``."""
+    """The boundaries of the stage of ``rank``, over ``groups`` of `make_boundary_groups`."""
     place = plan.place_of(rank)
     assert place is not None
     i, j = place

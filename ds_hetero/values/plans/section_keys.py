@@ -15,7 +15,7 @@ from ds_hetero.values.plans.plan import INNER
 
 @dataclass(frozen=True, slots=True)
 class SectionKey:
-    """Effect of one key. ``idle``: why, by the kinds of stages in which it has nothing to say; rank 0 says so."""
+    """Effect of one key. ``idle``: why, by the kinds of stages in which it has no effect; rank 0 says so."""
 
     refused: Mapping[str, str] = field(default_factory=dict)  # why, by the kinds of stages with which it is refused
     idle: Mapping[str, str] = field(default_factory=dict)

@@ -42,7 +42,7 @@ def default_in_flight(stages: int) -> tuple[int, ...]:
 
 
 def one_f_one_b(in_flight: int, micro_batches: int) -> list[Action]:
-    """A stage's actions in order, for each micro-batch a forward and a backward, at most ``in_flight`` before it."""
+    """A stage's actions in order: of every micro-batch a forward and a backward, at most ``in_flight`` apart."""
     warm_up = min(in_flight - 1, micro_batches)
     actions = [Action(FORWARD, k) for k in range(warm_up)]
     for k in range(micro_batches - warm_up):

@@ -143,7 +143,7 @@ def read_parts(folder: Path) -> list[Content]:
 
 
 def whole_tensor(name: str, shape: Sequence[int], pieces: Iterable[tuple[Sequence[Box], Tensor]]) -> Tensor:
-    """Put a parameter together of boxes and their elements. Raises `CheckpointError`: elements are missing."""
+    """Put a parameter together from boxes and their elements. Raises `CheckpointError`: elements are missing."""
     whole: Tensor | None = None
     filled = 0
     for boxes, values in pieces:

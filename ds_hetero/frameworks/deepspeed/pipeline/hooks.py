@@ -118,7 +118,7 @@ def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, num_items: An
 
 
 def keep_books(pipelined: PipelinedEngine, backward: Function, loss: Tensor, **kwargs: object) -> Tensor:
-    """In the engine's backward's place: gradients are there. Raises `BatchError`: ``loss`` is not the forward's."""
+    """In place of the engine's backward: gradients are there. Raises `BatchError`: ``loss`` is another one."""
     expected = pipelined.loss
     if expected is None:
         raise BatchError("engine.backward needs the loss of a forward of this step, in training mode.")

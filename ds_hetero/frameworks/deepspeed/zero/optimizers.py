@@ -107,7 +107,7 @@ def _weights_of(start: JobStart, world_size: int) -> tuple[float, ...]:
 def expect_possible(
     ds_config: DsConfig, weights: Sequence[float], model: torch.nn.Module | None, optimizer: Any = None
 ) -> None:
-    """Refuse what unequal partitions cannot be had with. Raises `ConfigError`: what stands against them.
+    """Refuse settings that rule out unequal partitions. Raises `ConfigError`: names them.
 
     Args:
         weights: one per rank; equal ones are always possible.

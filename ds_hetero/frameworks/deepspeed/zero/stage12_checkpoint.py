@@ -90,7 +90,7 @@ def read_groups(
     *,
     round_robin: bool,
 ) -> tuple[list[RestoredGroup], State]:
-    """This rank's part of every group, and one shard's state. Raises `CheckpointError`: of other parameters.
+    """This rank's part of every group, and one shard's state. Raises `CheckpointError`: other parameters.
 
     Args:
         read: the content of the i-th shard's file; called once for each shard that is needed, this rank's own first.

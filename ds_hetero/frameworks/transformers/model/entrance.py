@@ -76,7 +76,7 @@ def local_batch(kwargs: Entries, dtype: torch.dtype) -> LocalBatch:
 
 
 def expect_arguments(model: Called, arguments: Batch, *, in_call: bool) -> None:
-    """Refuse arguments that would compute otherwise on shards. Raises `BatchError`: them, and reasons.
+    """Refuse arguments with which shards would compute something else. Raises `BatchError`: names them.
 
     Args:
         in_call: whether they are those of a sharded call, which takes whole batches.

@@ -125,7 +125,7 @@ def open_doors(model: nn.Module) -> Callable[[], None]:
 
 
 def expect_doors_used(model: nn.Module, forward: ShardedForward) -> None:
-    """Refuse recurrent layers that came through no door in the forward just run. Raises `ModelError`: their types."""
+    """Refuse recurrent layers that used no door in the forward just run. Raises `ModelError`: their types."""
     layer_types = getattr(model.config, "layer_types", None) or ()
     recurrent = sorted({str(kind) for kind in layer_types} & set(LAYER_TYPES))
     if recurrent and not forward.doors_used:

@@ -71,7 +71,7 @@ class Window(NamedTuple):
 
 
 class DecoderDoor:
-    """Cuts what the model with towers hands to its decoder, forward after forward; if set, to ``window``."""
+    """Cuts what the model with towers hands to its decoder; whole batches to ``window``, if that is set."""
 
     def __init__(self, pretrained: PretrainedModel) -> None:
         self.window: Window | None = None

@@ -81,7 +81,7 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def fill_buffers(model: nn.Module, device: torch.device) -> None:
-    """Compute a model's meta buffers as transformers does. Raises `ModelError`: it computes one otherwise."""
+    """Compute a model's meta buffers as transformers does. Raises `ModelError`: transformers does not know one."""
     pretrained = pretrained_of(model)
     for name, module in list(model.named_modules()):
         empty = [key for key, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
@@ -103,7 +103,7 @@ def fill_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def fill_parameters(model: nn.Module, names: Mapping[str, str], device: torch.device) -> None:
-    """Give a stage's parameters memory and values. Raises `ModelError`: the folder lacks one, or its shape.
+    """Give a stage's parameters memory and values. Raises `ModelError`: the folder lacks one, or has another shape.
 
     Args:
         model: of which parts of other stages are taken out, and tensor-parallel stages are cut.
