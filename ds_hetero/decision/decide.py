@@ -264,14 +264,11 @@ class Searcher:
     Args:
         layout: the section's, None for the planner's choice.
         by_memory: whether ZeRO's shares follow the memory that is left (``"zero_partition": "memory"``).
-
-    Attributes:
-        planned: what the planner found, by cluster.
     """
 
     def __init__(self, model: ModelSpec, workload: Workload, layout: str | None, by_memory: bool = False) -> None:
         self._model, self._workload, self._layout, self._by_memory = model, workload, layout, by_memory
-        self.planned: dict[Cluster, PlannedSchedule] = {}
+        self.planned: dict[Cluster, PlannedSchedule] = {}  # what the planner found, by cluster
 
     def __call__(self, name: str, cluster: Cluster) -> Schedule:
         """A strategy's schedule for one replica on ``cluster``. Raises `PlanError`: nothing fits, or too few tokens."""

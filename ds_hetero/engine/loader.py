@@ -203,13 +203,12 @@ class ElasticLoader:
         after_batch: called when the script asks for the next batch.
 
     Attributes:
-        epoch: that is under way, from 0.
         resumed_step: the optimizer step that the job goes on from; None where it has just begun.
     """
 
     def __init__(self, loader: Any, after_batch: Callable[[], None]) -> None:
         self._loader, self._after_batch = loader, after_batch
-        self.epoch = 0
+        self.epoch = 0  # that is under way, from 0
         self.resumed_step: int | None = None
 
     def __iter__(self) -> Iterator[Any]:

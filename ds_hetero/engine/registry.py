@@ -95,21 +95,18 @@ class Registry:
 
     Attributes:
         ds_config: what registrations follow; None as long as no configuration is known.
-        patches: what has been replaced in the frameworks.
-        process_groups: made so far; plans to come use them again.
-        clusters: the live ranks, as far as they were measured.
     """
 
     def __init__(self, ds_config: Mapping[str, object] | None, adapters: Adapters) -> None:
         self.ds_config, self.adapters = ds_config, adapters
-        self.patches = Patches()
+        self.patches = Patches()  # what has been replaced in the frameworks
         self._unsplit = _Living[nn.Module]()
         self._pipelined = _Living[StagedModel]()
         self._prepared = _Living[PreparedModel]()
         self._request: tuple[str, Request] | None = None
         self._replicas: dict[Plan, Replica] = {}
-        self.process_groups = ProcessGroups()
-        self.clusters = MeasuredClusters()
+        self.process_groups = ProcessGroups()  # made so far; plans to come use them again
+        self.clusters = MeasuredClusters()  # the live ranks, as far as they were measured
         self._num_records = 0
 
     @property

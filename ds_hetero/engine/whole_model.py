@@ -44,7 +44,6 @@ class WholeModel:
         replica: this rank's replica, of one rank.
 
     Attributes:
-        clock: times the phases of this model's steps.
         loss_convention: unit of a mean, see `ds_hetero.runtime.data.loss_units`, where replicas take different batches
             and it was declared or found; ``"items"`` for a loss that the Trainer divides by the labels of the step.
     """
@@ -65,7 +64,7 @@ class WholeModel:
         self._has_loss = self._has_run = False  # of that batch; in the engine's present step
         self._is_checked = self._is_compared = self._is_probed = False
         self._loss_of_model: float | None = None  # of the latest forward, until a loss has been compared with it
-        self.clock = StepClock(default_device())
+        self.clock = StepClock(default_device())  # times the phases of this model's steps
         self._record: object = None
         self._trial: BatchTrial | None = None
         before = model.register_forward_pre_hook(self._before, with_kwargs=True)

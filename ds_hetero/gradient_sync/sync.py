@@ -73,7 +73,6 @@ class AsymmetricGradientSync:
             gradients after `finish`. Every element of the model has one owner. Give them to an optimizer, in as many
             parameter groups as wanted.
         owned_boxes: by name, which elements of the whole parameter those are, box after box in row-major order.
-        shapes: of the whole parameters, by name.
 
     Caller: every rank of the job, in the same order as whatever else makes process groups.
     Collectives: all_gathers of what must agree; one new_group per set of members that ``groups`` does not have; one
@@ -105,7 +104,7 @@ class AsymmetricGradientSync:
         given = None if replicas is None else tuple(tuple(sorted(ranks)) for ranks in replicas)
         settings = bucket_bytes, communication_dtype, sorted((owner_weights or {}).items()), alignment, given
         dtypes = agree(parameters, self._shards, layouts, settings, self._group, has_replicas=given is not None)
-        self.shapes = {name: layout.shape for name, layout in layouts.items()}
+        self.shapes = {name: layout.shape for name, layout in layouts.items()}  # of the whole parameters, by name
         self._replicas = replicas_of(layouts) if given is None else given
         self._parameters = {name: parameters[name] for name in self._shards}
 

@@ -94,17 +94,15 @@ class BucketTransfer:
         group: process group of its members; None where this rank is the only one.
 
     Attributes:
-        owned: chunks whose owner is this rank.
         pieces: by name of the parameter, the chunks that this rank contributes or holds and their offsets in the
             bucket.
-        sources: the bucket's contributors, ascending.
     """
 
     def __init__(self, bucket: Bucket, group: ProcessGroup | None, rank: int, device: torch.device) -> None:
         assert isinstance(bucket.dtypes, BucketDtypes)
         self.dtypes = bucket.dtypes
-        self.sources = sorted(bucket.contributors)
-        self.owned = bucket.owned(rank)
+        self.sources = sorted(bucket.contributors)  # the bucket's contributors, ascending
+        self.owned = bucket.owned(rank)  # chunks whose owner is this rank
         self.pieces: dict[str, list[tuple[Chunk, int]]] = {}
         if rank in bucket.contributors:
             by_owner = [chunk for member in bucket.members for chunk in bucket.owned(member)]

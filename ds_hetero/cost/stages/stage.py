@@ -239,7 +239,6 @@ class StageCosts(ABC):
         hop_in_step: a stage and its hop follow one another, so both bound the pipeline's period together.
         owners: of optimizer state: ``"even"``, ``"fitted"`` to memory, or weights as `owner_weights` returns them; None
             if the cost model does not tell them apart.
-        pools: the devices by node and kind.
     """
 
     name: str  # of the cost model
@@ -251,7 +250,7 @@ class StageCosts(ABC):
         expect_alike_layers(model)
         self.cluster, self.model, self.seq_len = cluster, model, seq_len
         self.activation_checkpointing = activation_checkpointing
-        self.pools = Pools(cluster)
+        self.pools = Pools(cluster)  # the devices by node and kind
 
     def time_objective(self) -> Objective:
         """The step's time, for a search to make small."""

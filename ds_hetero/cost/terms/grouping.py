@@ -42,12 +42,11 @@ class GroupBy:
         minor: second key of every item, ``[I]``.
 
     Attributes:
-        order: items, part after part, ``[I]``.
         starts: where every part begins in `order`, ``[P]``.
     """
 
     def __init__(self, major: Ints, minor: Ints) -> None:
-        self.order: Ints = np.lexsort((minor, major))
+        self.order: Ints = np.lexsort((minor, major))  # items, part after part, ``[I]``
         changes = (np.diff(major[self.order]) != 0) | (np.diff(minor[self.order]) != 0)
         self.starts: Ints = np.flatnonzero(np.concatenate([[True], changes]))
 

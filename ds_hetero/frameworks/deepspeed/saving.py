@@ -113,16 +113,12 @@ class _PartWriter:
 
     Args:
         stamp: put into every part.
-
-    Attributes:
-        parts: what has been written, by name.
-        fault: why this rank has stopped writing; None as long as it has not.
     """
 
     def __init__(self, stock: CheckpointEngine, draft: Path, stamp: Content) -> None:
         self._stock, self._draft, self._stamp = stock, draft, stamp
-        self.parts: dict[str, SavedFile] = {}
-        self.fault: str | None = None
+        self.parts: dict[str, SavedFile] = {}  # what has been written, by name
+        self.fault: str | None = None  # why this rank has stopped writing; None as long as it has not
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)

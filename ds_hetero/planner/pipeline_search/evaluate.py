@@ -65,7 +65,6 @@ class Evaluator:
         cuts: layer cuts to share with other evaluators of the same cost model.
 
     Attributes:
-        pipeline_s: the last word on one pipeline, ``(cut, micro_batches)``.
         spent_s: what all evaluations take by a count of their work, so that a search stops at the same place on every
             machine.
     """
@@ -78,7 +77,7 @@ class Evaluator:
         self.spent_s = 0.0
         self._fit_s = FIT_S if costs.owners == "fitted" else 0.0
         self.num_evaluated = 0
-        self.pipeline_s = cache(self._pipeline_s)
+        self.pipeline_s = cache(self._pipeline_s)  # the last word on one pipeline, ``(cut, micro_batches)``
         self._rates: dict[tuple[DeviceBlock, ...], float] = {}
 
     def __call__(self, shapes: Sequence[Shape], better_than: float = inf) -> PlanCandidate | None:

@@ -144,9 +144,6 @@ class LaneForward:
 
     Args:
         tensors: q, k, v, and out and lse to be filled, of the lane's tokens.
-
-    Attributes:
-        kept: after the last round, the remote KV that came last.
     """
 
     def __init__(self, tensors: Sequence[Tensor], ring: Ring, context: RingContext, channel: Channel) -> None:
@@ -155,7 +152,7 @@ class LaneForward:
         own = pack_kv(k, v, ring)
         self._local = local_kv(k, v, own, ring)
         self._kv = KVBlocks(ring, self._q, own)
-        self.kept: list[Tensor] = []
+        self.kept: list[Tensor] = []  # after the last round, the remote KV that came last
 
     def rounds(self) -> Rounds:
         """See `ds_hetero.runtime.attention.channel`."""

@@ -46,16 +46,12 @@ class Epochs:
     Args:
         names: by which it shows its parts.
         compares: whether an epoch of this loader is a whole one, whose batches a resumed one can be compared with.
-
-    Attributes:
-        checksum: of the batches read in the latest epoch; None where they are not compared.
-        is_under_way: whether an epoch was begun that has not come to its end.
     """
 
     def __init__(self, dataloader: Any, names: LoaderNames, *, compares: bool = True) -> None:
         self.dataloader, self._names, self._compares = dataloader, names, compares
-        self.checksum: int | None = 0
-        self.is_under_way = False
+        self.checksum: int | None = 0  # of the batches read in the latest epoch; None where they are not compared
+        self.is_under_way = False  # whether an epoch was begun that has not come to its end
         self._first_counters = self._counters()
         self._start: Entries | None = None  # with which the latest epoch began
         self._resumed: _Resumed | None = None  # what `resume` was given, until the epoch is begun

@@ -42,13 +42,12 @@ class _Steps:
     """Draws for the steps of an epoch, those of all replicas, and which of them are left out.
 
     Attributes:
-        first_step: of the next epoch; those before are drawn and left out.
         checksum: of what the steps that were taken have drawn; None where another process drew it.
         expected: what `checksum` is to be after the steps that are left out; None where that is not known.
     """
 
     def __init__(self, split: BatchSplit) -> None:
-        self.first_step = 0
+        self.first_step = 0  # of the next epoch; those before are drawn and left out
         self.newest_step = -1  # that was drawn in this epoch
         self._splits = [(0, split)]  # and the steps of the epoch from which they hold
         self.checksum: int | None = 0

@@ -55,9 +55,6 @@ class PipelineOptimizer(Optimizer):
         inner: over `AsymmetricGradientSync.owned`.
         clip: largest norm of the gradient of the whole model; 0 does not clip.
         names: of the whole model's parameters, by group.
-
-    Attributes:
-        overflow: the last step was skipped, since the norm was not finite.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class PipelineOptimizer(Optimizer):
     ) -> None:
         self.inner, self.sync, self._clip, self._clock, self._names = inner, sync, clip, clock, names
         self._global_grad_norm = 0.0
-        self.overflow = False
+        self.overflow = False  # the last step was skipped, since the norm was not finite
 
     @property
     def param_groups(self) -> Groups:  # type: ignore[override]

@@ -77,9 +77,6 @@ class ShardedCall:
     Args:
         arguments: of the call, by name: the whole batch, and what else the model takes.
 
-    Attributes:
-        inputs: what to call the model with instead.
-
     Caller: every rank of the replica, when the model is entered.
     Collectives: one `on_all_ranks` in the replica, with checksums of the batch.
 
@@ -102,7 +99,7 @@ class ShardedCall:
         placed = self._agree_on_batch(given)
         self._placement = placed.placement
         shard = _shard(placed, self._replica.rank)
-        self.inputs = model_inputs(shard, shard["position_ids"].device)
+        self.inputs = model_inputs(shard, shard["position_ids"].device)  # what to call the model with instead
         self._labels: Tensor | None = self.inputs.get("shift_labels")
         self._columns = self.inputs["position_ids"].shape[1]
         if self._labels is not None and wanted.own_outputs:

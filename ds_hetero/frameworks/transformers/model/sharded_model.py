@@ -65,10 +65,8 @@ class ShardedModel:
         kernel: one of `ds_hetero.values.section.KERNEL_NAMES`; None for the best on the device.
 
     Attributes:
-        clock: times the phases of this model's steps.
         loss_convention: of the losses that the training script computes itself, see `ds_hetero.runtime.loss`; None
             where the configuration does not name one.
-        is_restored: the model is not split any more.
         places_documents: batches may be placed by their documents, and not by their length alone.
         asked_for_documents: the section has them placed, so that rows are joined and the loader reads ahead.
         latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
@@ -79,7 +77,7 @@ class ShardedModel:
     def __init__(self, model: nn.Module, replica: Replica, kernel: str | None) -> None:
         self.model, self.replica, self.kernel = model, replica, kernel
         self.pretrained = pretrained_of(model)
-        self.clock = StepClock(default_device())
+        self.clock = StepClock(default_device())  # times the phases of this model's steps
         self.loss_convention: str | None = None
         self.latest_positions: Tensor | None = None
         self._verify = "first_batch"
@@ -95,7 +93,7 @@ class ShardedModel:
         self._end_whole_forward: Callable[[], None] = lambda: None
         self._restore_noise: Callable[[], None] = lambda: None
         self._kept_alive: object = None
-        self.is_restored = False
+        self.is_restored = False  # the model is not split any more
         self._decoder = decoder_of(self.pretrained)
         self._embeddings = embeddings_of(self.pretrained)
         self._door = DecoderDoor(self.pretrained) if has_towers(self.pretrained) else None

@@ -63,8 +63,6 @@ class StageModel:
         tile_tokens: tokens of a sequence of which MLPs and logits are computed at once; None for all.
 
     Attributes:
-        width: H.
-        dtype: of the parameters and of the activations between stages.
         measures: sums that the last stage adds up beside the loss, see `measure_tokens`; None to leave them out.
         is_writer: of the ranks that hold this stage's layers, it writes what all hold alike.
         elastic: keeps the engine's state in memory; None in a job that is not elastic.
@@ -79,8 +77,8 @@ class StageModel:
         self._writes = (place[1], len(plan.pipelines[0].stages)) if self.is_writer and place is not None else None
         self._pretrained = pretrained_of(model)
         self._decoder = self._pretrained.base_model
-        self.dtype: torch.dtype = self._pretrained.dtype
-        self.width: int = self._pretrained.config.get_text_config().to_dict()["hidden_size"]
+        self.dtype: torch.dtype = self._pretrained.dtype  # of the parameters and of the activations between stages
+        self.width: int = self._pretrained.config.get_text_config().to_dict()["hidden_size"]  # H
         self._names = _names_of_whole_model(model)
         layers = (0, 0) if stage is None or stage.layers is None else stage.layers
         self.is_first, self.is_last = stage is not None and layers[0] == 0, layers[1] == num_layers
