@@ -113,6 +113,7 @@ def measure(device: torch.device, dtype: torch.dtype, sizes: Sizes, give_up: flo
     tables["packing"] += [_packing(device, dtype, heads, head_dim, sizes) for heads, head_dim in _shapes(sizes)]
     cases = [(_ring_case, n, *shape) for n in sizes.ring_tokens for shape in _shapes(sizes)]
     cases += [(_kernel_case, n, *shape) for n in sizes.tokens for shape in _shapes(sizes)]
+    cases.sort(key=lambda case: case[1])  # short ones first, so that what the time does not allow is the longest
     for measure_case, tokens, heads, head_dim in cases:
         name = {"tokens": tokens, "heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim}
         table = tables["ring" if measure_case is _ring_case else "kernels"]

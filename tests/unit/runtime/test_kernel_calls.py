@@ -131,6 +131,18 @@ def test_cuda_operators_are_called_as_they_want_it(monkeypatch, operator, block)
     check(kernel, block, inputs=strided(*tensors(block, heads=4, kv_heads=2)) if block[0] == block[1] else None)
 
 
+@pytest.mark.parametrize("rows", [64, 33])
+def test_log_sum_exps_of_rows_may_lie_behind_each_other_by_head(monkeypatch, rows):
+    """As tiles are added up; the operator refused them on an H200 where the rows needed no padding."""
+    monkeypatch.setattr(torch_cuda, "_aten", AtenStandIn())
+    dout, q, k, v = tensors((rows, rows, CAUSAL), heads=4, kv_heads=2)
+    out, lse = torch_cuda.efficient_forward(q, k, v, Scores(0.3), CAUSAL)
+    by_token = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    saved = [SavedForward(q, k, v, out, each) for each in (lse, by_token)]
+    expected, found = (torch_cuda.efficient_backward(dout, each, Scores(0.3), CAUSAL) for each in saved)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_cuda_operators_accept_our_arguments():
     """On "meta" tensors; torch 2.13's own meta function of the memory-efficient backward forgets the argument `out`."""
     dout, q, k, v = (x.to("meta") for x in tensors((40, 40, CAUSAL), torch.float16, heads=4, kv_heads=2))

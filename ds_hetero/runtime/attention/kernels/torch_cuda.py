@@ -177,7 +177,8 @@ def efficient_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: 
             None,
             q.shape[1],
             k.shape[1],
-            F.pad(saved.lse, (0, -q.shape[1] % 32), value=torch.inf),  # as its forward pads it
+            # As its forward pads it; where nothing is padded it has the strides of a tile of all rows, by token first.
+            F.pad(saved.lse, (0, -q.shape[1] % 32), value=torch.inf).contiguous(),
             0.0,
             no_dropout,
             no_dropout,
