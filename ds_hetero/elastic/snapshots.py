@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ds_hetero.elastic.content import Content
-from ds_hetero.elastic.node.wire import Message
+from ds_hetero.elastic.node.keeper import REQUEST_TIMEOUT_S, put
+from ds_hetero.elastic.node.wire import Message, Wire, connect
 from ds_hetero.elastic.pace import Pace
 from ds_hetero.elastic.segments import (
     SLOTS,
@@ -41,7 +41,7 @@ from ds_hetero.runtime.collectives import on_all_ranks
 logger = logging.getLogger(__name__)
 
 _FIRST_EVERY = 1  # steps, until the cost of a save and of a step is known
-_SEND_AGAIN = 3  # a keeper that was killed is back in a second
+_SEND_TRIES = 4  # with the kept connection first; a keeper that was killed is back in a second
 _PAUSE_S = 0.5
 _LOOK_S = 0.5
 
@@ -78,6 +78,8 @@ class Snapshots:
 
     Args:
         group: all ranks, over gloo.
+        take: makes the content of a save, given whether ``has_changed`` holds on any rank.
+        has_changed: whether more belongs to a save than to the one before; asked before each.
         say: tells an event, on rank 0.
         pays: whether it does to let machines in, by their cards; asked on rank 0.
 
@@ -90,12 +92,13 @@ class Snapshots:
         worker: Worker,
         group: dist.ProcessGroup,
         rules: SaveRules,
-        take: Callable[[], Content],
+        take: Callable[[bool], Content],
+        has_changed: Callable[[], bool],
         say: Callable[..., None],
         pays: Callable[[Cards], bool] = lambda _: True,
     ) -> None:
-        self._worker, self._group, self._rules, self._take, self._say = worker, group, rules, take, say
-        self._pays = pays
+        self._worker, self._group, self._rules, self._say, self._pays = worker, group, rules, say, pays
+        self._take, self._has_changed = take, has_changed
         self.every_steps = rules.every_steps
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._files = {slot: SegmentFile(self._path(slot)) for slot in SLOTS}
@@ -103,6 +106,7 @@ class Snapshots:
         self._kept = rules.resumed
         self._targets: list[Peer] | None = None
         self._peers: list[Peer] = []
+        self._wires: dict[str, Wire] = {}  # to keepers of copies, by node; a keeper closes one that is not used
         self._thread: threading.Thread | None = None
         self._is_copied = threading.Event()
         self._is_copied.set()
@@ -112,7 +116,6 @@ class Snapshots:
         self._pace = Pace()
         self._last_step_s: float | None = None
         self._is_busy = False  # whether a save was under way when the latest step began
-        self.times: dict[str, float] = {}
         self.is_paused = False
         self._waiting: Message = {"newcomers": []}  # to be let in
         if self._rank == 0:
@@ -136,7 +139,7 @@ class Snapshots:
     def after_step(self, step: int) -> None:
         """Commit and save if they are due; leave if a rank was given notice, or somebody waits to join.
 
-        Collectives: one all_reduce of four integers; `on_all_ranks` at the first save.
+        Collectives: one all_reduce of five integers, one more at a save that is not due; `on_all_ranks` at the first.
         """
         self._worker.note_step(step)
         if self.is_paused:
@@ -147,15 +150,18 @@ class Snapshots:
         if is_due or self._worker.has_notice:
             self.wait()
         newcomers = self._newcomers() if is_due and self._rank == 0 else []
-        leaving, joining, minus_done, needed = self._agree(
-            int(self._worker.has_notice), int(bool(newcomers)), -self._done_step, self._pace.needed_steps()
+        has_changed = int(is_due and self._has_changed())
+        leaving, joining, minus_done, needed, has_changed = self._agree(
+            int(self._worker.has_notice), int(bool(newcomers)), -self._done_step, self._pace.needed_steps(), has_changed
         )
         if is_due:
             self._commit(-minus_done)
         if is_due and self._rules.every_steps is None:
             self.every_steps = needed
+        if (leaving or joining) and not is_due:
+            (has_changed,) = self._agree(int(self._has_changed()))
         if is_due or leaving or joining:
-            self._save(step)
+            self._save(step, has_changed=bool(has_changed))
         if leaving or joining:
             self._leaving = "notice" if leaving else f"{', '.join(newcomers) or 'somebody'} joins"
         now_s = time.perf_counter()
@@ -222,11 +228,11 @@ class Snapshots:
     def _save_of(self, step: int) -> Save:
         return Save(step=step, start=self._rules.start, world_size=self._size)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, *, has_changed: bool) -> None:
         """Capture the state, and let a thread do the rest."""
         self.wait()
         begin_s = time.perf_counter()
-        content = self._take()
+        content = self._take(has_changed)
         if self._targets is None:
             self._place(content.num_bytes)
         slot = choose_slot(self._slots, self._kept)
@@ -234,65 +240,58 @@ class Snapshots:
         self._is_copied.clear()
         self._thread = threading.Thread(target=self._work, args=(slot, step, content, begin_s), daemon=True)
         self._thread.start()
-        self.times["capture_s"] = time.perf_counter() - begin_s
 
     def _work(self, slot: str, step: int, content: Content, begin_s: float) -> None:
         """In the thread: copy, check, send."""
         try:
-            self._write(slot, step, content)
-            self._is_copied.set()
-            if self._send(slot):
-                self._done_step = step
+            room = self._files[slot].begin(content.num_bytes)
+            try:
+                header = self._write(slot, step, content, room)
+                stored = [self._send(target, slot, header, room) for target in self._targets or []]
+                if all(stored):
+                    self._done_step = step
+            finally:
+                room.release()
             self._pace.save_s = time.perf_counter() - begin_s
         except Exception:
             logger.exception("a save of step %d failed; the one before stays", step)
         finally:
             self._is_copied.set()
 
-    def _write(self, slot: str, step: int, content: Content) -> None:
-        begin_s = time.perf_counter()
-        file, size = self._files[slot], content.num_bytes
-        room = file.begin(size)
-        try:
-            content.write_tensors(room)
-            self._is_copied.set()
-            self.times["copy_s"] = time.perf_counter() - begin_s
-            crc = content.write_rest(room)
-        finally:
-            room.release()
-        save = self._save_of(step)
-        file.finish(
-            Header(
-                job=self._worker.place.job,
-                model=self._rules.model,
-                save=save,
-                rank=self._rank,
-                end_bytes=size,
-                crc32=crc,
-                index_bytes=content.index_bytes,
-            )
+    def _write(self, slot: str, step: int, content: Content, room: memoryview) -> Header:
+        content.write_tensors(room)
+        self._is_copied.set()
+        header = Header(
+            job=self._worker.place.job,
+            model=self._rules.model,
+            save=self._save_of(step),
+            rank=self._rank,
+            end_bytes=content.num_bytes,
+            crc32=content.write_rest(room),
+            index_bytes=content.index_bytes,
         )
-        self._slots[slot] = save
+        self._files[slot].finish(header)
+        self._slots[slot] = header.save
+        return header
 
-    def _send(self, slot: str) -> bool:
-        """Send the segment to the nodes of its copies; whether all have it."""
-        begin_s, own = time.perf_counter(), self._peers[self._rank]
-        stored = [self._send_to(target, slot, f"{_copy_prefix(own)}{slot}{SUFFIX}") for target in self._targets or []]
-        self.times["send_s"] = time.perf_counter() - begin_s
-        return all(stored)
-
-    def _send_to(self, target: Peer, slot: str, name: str) -> bool:
-        message = {"do": "push", "name": self._path(slot).name, "to": target.keeper, "as": name}
-        return any(self._ask_to_push(message, target) for _ in range(_SEND_AGAIN))
-
-    def _ask_to_push(self, message: dict[str, Any], target: Peer) -> bool:
-        try:
-            self._worker.ask_keeper(message)
-        except OSError as error:
-            logger.warning("node %s does not take a copy: %s", target.node, error)
-            time.sleep(_PAUSE_S)
-            return False
-        return True
+    def _send(self, target: Peer, slot: str, header: Header, room: memoryview) -> bool:
+        """Send a segment to the node of a copy; whether it has it."""
+        name = f"{_copy_prefix(self._peers[self._rank])}{slot}{SUFFIX}"
+        for _ in range(_SEND_TRIES):
+            wire = self._wires.pop(target.node, None)
+            is_new = wire is None
+            try:
+                wire = wire or connect(*target.keeper, self._worker.token, REQUEST_TIMEOUT_S)
+                put(wire, name, header, room)
+                self._wires[target.node] = wire
+                return True
+            except OSError as error:
+                if wire is not None:
+                    wire.close()
+                if is_new:
+                    logger.warning("node %s does not take a copy: %s", target.node, error)
+                    time.sleep(_PAUSE_S)
+        return False
 
     def _place(self, num_bytes: int) -> None:
         """Agree on the nodes of all copies, once per world; refuse shared memory that is too small."""
@@ -342,12 +341,12 @@ class Snapshots:
 
         Call it where the script has done all that belongs to a step.
 
-        Collectives: one all_reduce of four integers, if it is due.
+        Collectives: one all_reduce of a number, if it is due.
         """
         if self._leaving is None:
             return
         self.wait()
-        _, _, minus_done, _ = self._agree(0, 0, -self._done_step, 0)
+        (minus_done,) = self._agree(-self._done_step)
         self._say("leave", step=self._worker.step, committed=-minus_done, reason=self._leaving)
         self._worker.leave()
 

@@ -2,13 +2,13 @@
 
     python -m ds_hetero.elastic.node.keeper --job J --node N --host 127.0.0.1 --port 0 [--rules JSON]
 
-It needs no torch, outlives the workers, and can be killed: the next one finds the files. Requests, one a connection,
-are lines of JSON behind the job's token (`wire`); what a keeper stores it neither executes nor unpickles.
+It needs no torch, outlives the workers, and can be killed: the next one finds the files. Requests, one after the other
+on a connection, are lines of JSON behind the job's token (`wire`); what a keeper stores it neither executes nor
+unpickles.
 
     list              the whole segments of this node, and free bytes
     get NAME          a segment
     put NAME          a copy, checked before it counts
-    push NAME TO      send an own segment to another keeper
     free KEPT         delete the segments that are older than a save
     meet, attach      the connection of an agent, see `meeting`
     newcomers, demand, status, event, end
@@ -91,11 +91,14 @@ class Keeper:
             connected.close()
             return
         try:
-            request = wire.receive()
-            action: Callable[[Wire, Message], None] | None = getattr(self, f"do_{request.get('do')}", None)
-            if action is None:
-                raise WireError(f"there is no request {request.get('do')!r}")
-            action(wire, request)
+            while True:
+                request = wire.receive()
+                action: Callable[[Wire, Message], None] | None = getattr(self, f"do_{request.get('do')}", None)
+                if action is None:
+                    raise WireError(f"there is no request {request.get('do')!r}")
+                action(wire, request)
+        except TimeoutError:
+            pass  # the other side asks nothing more, or waits itself
         except (OSError, ValueError, KeyError, TypeError) as error:
             with contextlib.suppress(OSError):
                 wire.send({"error": str(error)})
@@ -126,7 +129,8 @@ class Keeper:
         if header is None:
             raise WireError(f"{path.name} is not whole")
         wire.send({"header": header.to_bytes().hex()})
-        _send_content(wire, path, header)
+        with path.open("rb") as file:
+            wire.socket.sendfile(file, offset=HEADER_BYTES, count=header.end_bytes)
 
     def do_put(self, wire: Wire, request: Message) -> None:
         """Take a copy: its size was said before, and its checksum is that of its header, or it does not count."""
@@ -149,23 +153,6 @@ class Keeper:
             finally:
                 content.release()
             file.finish(header)
-        wire.send({"stored": True})
-
-    def do_push(self, wire: Wire, request: Message) -> None:
-        """Send an own segment to another keeper."""
-        path = self._path(request["name"])
-        header = read_header(path)
-        if header is None:
-            raise WireError(f"{path.name} is not whole")
-        host, port = request["to"]
-        other = connect(str(host), int(port), self.token, REQUEST_TIMEOUT_S)
-        try:
-            other.send({"do": "put", "name": request["as"], "header": header.to_bytes().hex()})
-            _expect(other.receive(), "ready")
-            _send_content(other, path, header)
-            _expect(other.receive(), "stored")
-        finally:
-            other.close()
         wire.send({"stored": True})
 
     def do_free(self, wire: Wire, request: Message) -> None:
@@ -274,11 +261,6 @@ class Keeper:
         return self.place.folder / name
 
 
-def _send_content(wire: Wire, path: Path, header: Header) -> None:
-    with path.open("rb") as file:
-        wire.socket.sendfile(file, offset=HEADER_BYTES, count=header.end_bytes)
-
-
 def _expect(reply: Message, key: str) -> None:
     if key not in reply:
         raise WireError(str(reply.get("error", reply)))
@@ -299,6 +281,18 @@ def ask(address: tuple[str, int], token: bytes, message: Message, timeout_s: flo
     if "error" in reply:
         raise WireError(reply["error"])
     return reply
+
+
+def put(wire: Wire, name: str, header: Header, content: memoryview) -> None:
+    """Give a keeper a copy of a segment, over a connection that can be used again.
+
+    Raises:
+        OSError: the connection has ended, or the copy is refused.
+    """
+    wire.send({"do": "put", "name": name, "header": header.to_bytes().hex()})
+    _expect(wire.receive(), "ready")
+    wire.socket.sendall(content)
+    _expect(wire.receive(), "stored")
 
 
 def fetch(address: tuple[str, int], token: bytes, name: str, path: Path) -> Header:

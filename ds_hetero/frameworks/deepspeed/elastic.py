@@ -26,7 +26,7 @@ from ds_hetero.elastic.worker import Worker, own_worker
 from ds_hetero.engine.names import SCHEDULED
 from ds_hetero.errors import CheckpointError, ConfigError
 from ds_hetero.frameworks.deepspeed.hooks import HookedEngine
-from ds_hetero.frameworks.deepspeed.in_memory import load_parts, parts_in_memory, sample_frozen
+from ds_hetero.frameworks.deepspeed.in_memory import FrozenSample, load_parts, parts_in_memory
 from ds_hetero.job.joining import LEAST_GAIN, gain_of_joining
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.epochs import process_states, set_process_states
@@ -49,7 +49,7 @@ class ElasticEngine:
         self._model = _fingerprint(engine, stages)
         self._group = dist.new_group(backend="gloo")
         self._objects: Objects = {}
-        self._frozen: dict[tuple[str, bool], float] = {}  # sample of the parameters that are not trained, at the start
+        self._frozen: FrozenSample  # taken by `go_on`
         self._with_frozen = True
         self._begin_s = time.perf_counter()
         self._workers: list[str] = []  # names, by rank
@@ -99,8 +99,8 @@ class ElasticEngine:
         self._demand()
         engine = self._engine()
         assert engine is not None
-        self._frozen = sample_frozen(engine)
-        self._with_frozen = not self._is_on_any_rank(bool(self._frozen))
+        self._frozen = FrozenSample(engine)
+        self._with_frozen = not self._is_on_any_rank(bool(self._frozen.sums))
         found.expect(self._model, self._worker)
         kept = found.kept
         if kept is not None:
@@ -120,6 +120,7 @@ class ElasticEngine:
                 resumed=None if kept is None else kept.save,
             ),
             self._take,
+            self._has_changed,
             self._say,
             self._pays,
         )
@@ -171,25 +172,26 @@ class ElasticEngine:
         except OSError as error:
             logger.warning("the keeper does not take what the section asks for: %s", error)
 
-    def _take(self) -> Content:
+    def _has_changed(self) -> bool:
+        """Whether the script has changed parameters that are not trained; those come from it again until it does."""
+        return not self._with_frozen and self._frozen.has_changed()
+
+    def _take(self, has_changed: bool) -> Content:
         """This rank's state, by reference but for what may change before the next step.
 
-        Parameters that are not trained come from the script again, unless it has changed them meanwhile.
-
-        Collectives: one all_reduce of a number, if there are such parameters.
+        Args:
+            has_changed: whether parameters that are not trained have been changed on any rank.
         """
         engine = self._engine()
         assert engine is not None
         at_once = {buffer.data_ptr() for buffer in engine.module.buffers()}
         device = get_accelerator()
-        if not self._with_frozen:
-            before, now = self._frozen, sample_frozen(engine)
-            self._with_frozen = self._is_on_any_rank(any(before.get(key, now[key]) != now[key] for key in now))
+        self._with_frozen |= has_changed
         with parts_in_memory(engine, with_frozen=self._with_frozen) as parts:
             return Content(
                 {
                     "parts": parts,
-                    "frozen": None if self._with_frozen else self._frozen,
+                    "frozen": None if self._with_frozen else self._frozen.sums,
                     "batch": engine.train_batch_size(),
                     "workers": self._workers,
                     "objects": {name: one.state_dict() for name, one in self._objects.items()},
@@ -240,7 +242,7 @@ class ElasticEngine:
         self._with_frozen = own["frozen"] is None
         saved = {key: one for content in kept.contents for key, one in (content["frozen"] or {}).items()}
         # Of a parameter that is cut, ranks of another world hold another part.
-        differs = any(saved.get(key, one) != one for key, one in self._frozen.items() if not key[1])
+        differs = any(saved.get(key, one) != one for key, one in self._frozen.sums.items() if not key[1])
         if self._is_on_any_rank(differs):
             raise CheckpointError(
                 "the parameters that are not trained are not those that the job was begun with, and saves do not "

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ds_hetero.engine.patching import Function
@@ -24,6 +25,7 @@ from ds_hetero.gradient_sync.transfers import local_tensor
 
 _TAG = "memory"
 _SAMPLES = 64  # elements of each parameter
+_OF_SCRIPTS = ("_get_buffer_names", "_get_shared_params")  # make what none but scripts that convert files read
 
 _states: dict[str, dict[str, Any]] = {}  # of the checkpoint that is being loaded, by path
 
@@ -87,12 +89,16 @@ def parts_in_memory(engine: Any, *, with_frozen: bool = True) -> Iterator[dict[s
     if engine._optimizer_has_ckpt_event_prologue():
         engine.optimizer.checkpoint_event_prologue()
     try:
+        for name in _OF_SCRIPTS:
+            setattr(engine, name, dict)  # nothing, without looking at every module
         with _in_place(engine) as taker:
             kind._save_checkpoint(engine, "", _TAG, client_state={}, exclude_frozen_parameters=not with_frozen)
             if engine.save_zero_checkpoint:
                 kind._save_zero_checkpoint(engine, "", _TAG)
         yield taker.parts
     finally:
+        for name in _OF_SCRIPTS:
+            delattr(engine, name)
         if engine._optimizer_has_ckpt_event_epilogue():
             engine.optimizer.checkpoint_event_epilogue()
 
@@ -121,17 +127,49 @@ def load_parts(engine: Engine, parts: Mapping[str, Any], *, with_frozen: bool = 
         raise CheckpointError("DeepSpeed did not load the state that was kept in memory; its message is above.")
 
 
-def sample_frozen(engine: Any) -> dict[tuple[str, bool], float]:
-    """Sums of a few elements of every parameter that is not trained: other ones where somebody has changed it.
+class FrozenSample:
+    """A few elements of every parameter that is not trained, by which it is seen whether somebody has changed it.
 
-    Returns:
-        By name, and by whether this rank holds a part of the parameter alone.
+    Attributes:
+        sums: of these elements at the start, by the parameter's name and by whether this rank holds a part of it alone.
     """
-    frozen = {name: one for name, one in engine.module.named_parameters() if not one.requires_grad}
-    keys = [(name, isinstance(one, DTensor) or hasattr(one, "ds_tensor")) for name, one in frozen.items()]
-    tensors = [local_tensor(getattr(one, "ds_tensor", one)).detach().reshape(-1) for one in frozen.values()]
-    sums = [one[:: max(1, one.numel() // _SAMPLES)].sum(dtype=torch.float64) for one in tensors]
-    return dict(zip(keys, torch.stack(sums).tolist(), strict=True)) if sums else {}
+
+    def __init__(self, engine: Any) -> None:
+        parameters = dict(engine.module.named_parameters())
+        frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
+        self._trained = [one for one in parameters.values() if one.requires_grad]
+        self._frozen = list(frozen.values())
+        self._pointers: list[int] = []  # of the tensors that the views are of
+        self._views: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        keys = [(name, isinstance(one, DTensor) or hasattr(one, "ds_tensor")) for name, one in frozen.items()]
+        sums = [one.sum(dtype=torch.float64) for one in map(_sample, self._held())]
+        self.sums = dict(zip(keys, torch.stack(sums).tolist(), strict=True)) if sums else {}
+        self._before = self._read()
+
+    def has_changed(self) -> bool:
+        """Whether one of them is another now, or one that was trained is not any more."""
+        if any(not one.requires_grad for one in self._trained):
+            return True
+        return any(not torch.equal(*pair) for pair in zip(self._before, self._read(), strict=True))
+
+    def _held(self) -> list[Tensor]:
+        return [local_tensor(getattr(one, "ds_tensor", one)) for one in self._frozen]
+
+    def _read(self) -> list[Tensor]:
+        """The elements, those of a type and device together."""
+        held = self._held()
+        pointers = [one.data_ptr() for one in held]
+        if pointers != self._pointers:
+            self._views.clear()
+            for one in held:
+                self._views.setdefault((one.dtype, one.device), []).append(_sample(one))
+            is_view = all(one.is_contiguous() for one in held)
+            self._pointers = pointers if is_view else []  # of the others it is a copy
+        return [torch.cat(views) for views in self._views.values()]
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)[:: max(1, tensor.numel() // _SAMPLES)]
 
 
 def read_part(file: str) -> State:

@@ -211,7 +211,8 @@ def get_state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return _plain(generator.bit_generator.state)
     if hasattr(generator, "getstate"):
-        return _plain(generator.getstate())
+        version, numbers, of_gauss = generator.getstate()
+        return [version, list(numbers), of_gauss]
     return _plain(generator.get_state(legacy=False))
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from ds_hetero.elastic.node.keeper import Keeper, ask, fetch
+from ds_hetero.elastic.node.keeper import Keeper, ask, fetch, put
 from ds_hetero.elastic.node.meeting import MeetingRules
 from ds_hetero.elastic.node.wire import NODE, TOKEN, NodePlace, WireError, connect, token_of
 from ds_hetero.elastic.segments import Header, Save, SegmentFile, is_undamaged, read_header
@@ -53,19 +53,20 @@ def _write(keeper, name, content=b"content", **changes):
     return header
 
 
-def test_a_segment_is_pushed_listed_and_fetched(keepers, tmp_path):
-    (one, at_one), (two, at_two) = keepers("n0"), keepers("n1")
+def test_segments_are_put_over_one_connection_listed_and_fetched(keepers, tmp_path):
+    (one, _), (two, at_two) = keepers("n0"), keepers("n1")
     content = bytes(range(256)) * 20_000  # several chunks
     header = _write(one, "own-a-A.seg", content)
-    push = {"do": "push", "name": "own-a-A.seg", "to": at_two, "as": "from-a-A.seg"}
-    assert ask(at_one, TOKEN_BYTES, push) == {"stored": True}
+    wire = connect(*at_two, TOKEN_BYTES, 5)
+    put(wire, "from-a-A.seg", header, memoryview(content))
     (listed,) = ask(at_two, TOKEN_BYTES, {"do": "list"})["segments"]
     assert listed == {"name": "from-a-A.seg", **asdict(header)}
     assert fetch(at_two, TOKEN_BYTES, "from-a-A.seg", tmp_path / "got.seg") == header
     assert (tmp_path / "got.seg").read_bytes()[4096:] == content
-    _write(one, "own-a-A.seg", b"newer", save=replace(SAVE, step=6))
-    ask(at_one, TOKEN_BYTES, push)
+    header = _write(one, "own-a-A.seg", b"newer", save=replace(SAVE, step=6))
+    put(wire, "from-a-A.seg", header, memoryview(b"newer"))
     assert read_header(two.place.folder / "from-a-A.seg").save.step == 6
+    wire.close()
 
 
 def test_another_token_is_refused_on_either_side(keepers):
@@ -123,15 +124,17 @@ def test_a_copy_that_is_cut_off_or_damaged_does_not_count(keepers):
     assert ask(address, TOKEN_BYTES, {"do": "list"})["segments"] == []
 
 
-def test_a_copy_of_another_job_or_without_room_is_refused(keepers):
-    (one, at_one), (_, at_two) = keepers("n0"), keepers("n1", memory_bytes=10_000)
-    push = {"do": "push", "to": at_two, "as": "from-a-A.seg"}
-    _write(one, "own-a-A.seg", job="other")
-    with pytest.raises(WireError, match="another job"):
-        ask(at_one, TOKEN_BYTES, {**push, "name": "own-a-A.seg"})
-    _write(one, "own-a-B.seg", bytes(20_000))
-    with pytest.raises(WireError, match=r"24,096 bytes do not fit into 10,000"):
-        ask(at_one, TOKEN_BYTES, {**push, "name": "own-a-B.seg"})
+@pytest.mark.parametrize(
+    ("job", "size", "answer"),
+    [("other", 10, "another job"), ("job", 20_000, r"24,096 bytes do not fit into 10,000")],
+)
+def test_a_copy_of_another_job_or_without_room_is_refused(keepers, job, size, answer):
+    (one, _), (_, at_two) = keepers("n0"), keepers("n1", memory_bytes=10_000)
+    header = _write(one, "own-a-A.seg", bytes(size), job=job)
+    wire = connect(*at_two, TOKEN_BYTES, 5)
+    with pytest.raises(WireError, match=answer):
+        put(wire, "from-a-A.seg", header, memoryview(bytes(size)))
+    wire.close()
 
 
 def test_what_is_older_than_a_save_is_freed_but_not_what_is_written_again(keepers):
