@@ -141,7 +141,8 @@ def _make_process_group(meeting: Meeting, device: torch.device, limit_s: float) 
         world_size=meeting.size,
         timeout=timedelta(seconds=20 * limit_s),
     )
-    # Without the device torch would take the rank's number over all nodes for it, which is wrong where they have unequally many.
+    # Without the device torch would take the rank's number over all nodes for it, which is wrong where they have
+    # unequally many.
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
