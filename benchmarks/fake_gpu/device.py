@@ -65,7 +65,7 @@ def _answers() -> Iterator[None]:
         (nn.Module, "_apply", _apply_unless_same(nn.Module._apply)),
         (Tensor, "data_ptr", lambda tensor: 0),  # of an allocator that aligns what it hands out
         (collectives, "start_watch", lambda *args: None),  # of peers, which are not there
-        (dist, "batch_isend_irecv", _post_each),
+        (dist, "batch_isend_irecv", post_each),
         *((module, "timeout_of_job", lambda: datetime.timedelta(minutes=30)) for module in (collectives, replica)),
         *((module, "message_device", lambda *args: where) for module in (collectives, batch_layout, local_batch)),
     ]
@@ -92,7 +92,7 @@ def _operators(where: torch.device, dtype: torch.dtype, head_dim: int, softcap: 
     return torch_native._FLASH if has_flash else torch_native._PLAIN
 
 
-def _post_each(operations: Sequence[dist.P2POp]) -> list[Any]:
+def post_each(operations: Sequence[dist.P2POp]) -> list[Any]:
     """Messages one by one, where torch would ask which backend the device has."""
     peers = ("group_dst" if each.op is dist.isend else "group_src" for each in operations)
     return [

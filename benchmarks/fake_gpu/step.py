@@ -79,7 +79,7 @@ def run_step(job: Job, rank: int, messages: bool = False) -> Record:
         RuntimeError: an operator was given tensors of several devices; the record has it too.
     """
     use_device()
-    with rank_of(rank, job.world_size), _alone():
+    with rank_of(rank, job.world_size), alone():
         recorder = Recorder(the_mode())
         posted = recording(recorder.record.events) if messages else contextlib.nullcontext()
         with the_mode(), recorder, posted:
@@ -91,7 +91,7 @@ def _train(job: Job, rank: int, recorder: Recorder) -> None:
     engine, handle = _engine_of(job, recorder)
     placed = placed_batch(job)
     shard = model_inputs(placed.shard(rank), device())
-    headers = [_header(placed, of_rank) for of_rank in job.schedule.ranks]
+    headers = [header_of(placed, of_rank) for of_rank in job.schedule.ranks]
     for _ in range(_STEPS.get(job.zero_stage, 2)):
         recorder.begin_step()
         recorder.replies = headers
@@ -120,7 +120,7 @@ def placed_batch(job: Job) -> PlacedBatch:
     return place(stream_placement, job.schedule, read_batch(batch))
 
 
-def _header(placed: PlacedBatch, rank: int) -> Tensor:
+def header_of(placed: PlacedBatch, rank: int) -> Tensor:
     """What a rank says of its shard in `ds_hetero.runtime.attention.local_batch`."""
     shard = placed.shard(rank)
     tokens = shard["position_ids"].shape[1]
@@ -131,6 +131,15 @@ def _header(placed: PlacedBatch, rank: int) -> Tensor:
 
 
 def _engine_of(job: Job, recorder: Recorder) -> tuple[Any, Any]:
+    with recorder.inside("states"):
+        engine, handle = engine_of(job, device())
+    _watch_layers(engine.module, recorder)
+    _sharded_models(engine, recorder)
+    return engine, handle
+
+
+def engine_of(job: Job, where: torch.device, fill: Callable[[nn.Module], None] | None = None) -> tuple[Any, Any]:
+    """DeepSpeed's engine of this rank with the model on a device, and our handle; ``fill`` writes its weights."""
     import deepspeed
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -149,17 +158,16 @@ def _engine_of(job: Job, recorder: Recorder) -> tuple[Any, Any]:
         "sequence_parallel_size": job.world_size,
         "heterogeneity": section,
     }
-    with recorder.inside("states"):
-        cut = deepspeed.zero.Init(config_dict_or_path=config) if job.zero_stage == 3 else contextlib.nullcontext()
-        with torch.device(device()), no_init_weights(), cut:
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**job.config), dtype=DTYPE)
-        model.train()
-        if job.checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    _watch_layers(model, recorder)
-    _sharded_models(engine, recorder)
+    cut = deepspeed.zero.Init(config_dict_or_path=config) if job.zero_stage == 3 else contextlib.nullcontext()
+    with torch.device(where), no_init_weights(), cut:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**job.config), dtype=DTYPE)
+    model.train()
+    if fill is not None:
+        fill(model)
+    if job.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine, handle
 
 
@@ -259,7 +267,7 @@ def use_device() -> None:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Let the start wait for no other rank and decide what rank 0 decides; put everything back."""
     from deepspeed.runtime.zero import utils as zero_utils
 

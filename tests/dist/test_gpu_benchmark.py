@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_steps
 
 pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
 
@@ -38,8 +39,29 @@ def test_measurements_left_out_for_lack_of_time_are_named():
     assert [row["what"] for row in tables["kernels"]] == ["left out: no time left"]
 
 
-def test_without_a_gpu_the_benchmark_exits_with_a_message(capsys):
+@pytest.mark.parametrize("benchmark", [gpu, gpu_steps])
+def test_without_a_gpu_the_benchmark_exits_with_a_message(capsys, benchmark):
     if torch.cuda.is_available():
         return
-    assert gpu.main([]) == 0
+    assert benchmark.main([]) == 0
     assert "no CUDA device" in capsys.readouterr().out
+
+
+def test_steps_that_were_measured_are_predicted_again(tmp_path, capsys):
+    file = tmp_path / "steps.json"
+    measured = json.loads(gpu_steps.RESULT.read_text())
+    for row in measured["jobs"]:
+        row.pop("predicted_s", None)
+    file.write_text(json.dumps(measured))
+    assert gpu_steps.main(["--predict", str(file)]) == 0
+    adapters = [row for row in json.loads(file.read_text())["jobs"] if "LoRA" in row["name"]]
+    assert len(adapters) == 2
+    assert all(row["predicted_s"] == pytest.approx(row["step_s"], rel=0.05) for row in adapters)
+    assert "7 predictions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("size", "given"), [(5, 2), (2, 5), (6, 3)])
+def test_what_would_arrive_is_filled_with_own_numbers(size, given):
+    out, own = torch.full((size,), torch.nan), torch.arange(1.0, given + 1)
+    gpu_steps._fill(out, own)
+    assert out.tolist() == [own[i % given] for i in range(size)]

@@ -1,0 +1,496 @@
+"""Training steps on one real GPU: seconds and memory of each beside what is predicted of it.
+
+    python -m benchmarks.gpu_steps [--only TEXT] [--json] [--budget-s 480] [--output FILE]
+
+    alone   jobs of one rank as users run them: a model of real size, its weights random, behind DeepSpeed; all weights,
+            LoRA or QLoRA
+    rank    one rank of the jobs of `benchmarks.fake_gpu`: its process group is torch's fake one, which sends nothing,
+            and what others would have sent is filled with the rank's own numbers; every kernel of the rank runs, and
+            its memory is that of the job
+
+Each job runs in a process of its own; only one uses the card at a time. Two steps warm up, and the median of three
+counts. Predictions are the calibrated cost model's at the catalogue's rates of this card; of a rank, which computes at
+the card's rates and not at its own cluster's, that is memory alone. Without a GPU it says so and exits with 0.
+
+    python -m benchmarks.gpu_steps --predict FILE
+
+puts today's predictions beside what FILE has measured, on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks.fake_gpu.jobs import SETTINGS, Setting, config_of
+from benchmarks.measure.machine import describe_machine
+from benchmarks.measure.results import FOLDER, header, write
+from ds_hetero.cluster import cluster_from_dict
+from ds_hetero.cluster.notation import read_notation
+from ds_hetero.cost import CostModel, Workload, make_cost_model
+from ds_hetero.models import model_from_config
+from ds_hetero.planner.memory import stacks
+from ds_hetero.runtime.devices import default_device
+from ds_hetero.values.baselines import ring
+from ds_hetero.values.schedule import Schedule
+
+RESULT = FOLDER / "gpu_steps.json"
+_WARM_UPS, _STEPS = 2, 3
+_SEED, _STD = 0, 0.02
+_TENSORS = "output_tensor", "output", "input_tensor", "input"  # of a collective of torch's, in this order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """A job of one rank.
+
+    Args:
+        model: preset.
+        length: tokens of a sequence.
+        adapter_rank: of LoRA on every product; 0 to train all weights.
+        quantized: frozen weights in 4 bits.
+        tile_tokens: of MLPs and loss; None for neither.
+        checkpointing: recompute every layer.
+        zero_stage: of DeepSpeed.
+        layers: kept of the model; None for all.
+    """
+
+    model: str
+    length: int
+    adapter_rank: int = 0
+    quantized: bool = False
+    tile_tokens: int | None = 4096
+    checkpointing: bool = True
+    zero_stage: int = 1
+    layers: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        train = f"{'Q' if self.quantized else ''}LoRA {self.adapter_rank}" if self.adapter_rank else "all weights"
+        tiles = f"tiles of {self.tile_tokens:,}" if self.tile_tokens else "no tiles"
+        kept = "" if self.checkpointing else ", no recomputation"
+        return f"{self.model}, {train}, {self.length:,} tokens, ZeRO-{self.zero_stage}, {tiles}{kept}"
+
+
+ALONE = (
+    Alone(model="llama-3.2-1b", length=8192, tile_tokens=None),
+    Alone(model="llama-3.2-1b", length=4096, tile_tokens=None, checkpointing=False),
+    Alone(model="llama-3.2-1b", length=32768),
+    Alone(model="llama-3.2-1b", length=131072),
+    Alone(model="llama-3.2-3b", length=16384),
+    Alone(model="llama-3.1-8b", length=8192, adapter_rank=16),
+    Alone(model="llama-3.1-8b", length=65536, adapter_rank=16),
+    Alone(model="llama-3.1-8b", length=8192, adapter_rank=16, quantized=True),
+    Alone(model="qwen3-4b", length=16384, adapter_rank=16, zero_stage=3),
+)
+RANKS = tuple(
+    (setting, rank)
+    for place, ranks in ((0, (0, 4)), (1, (0,)), (2, (0,)), (4, (0,)), (1, (4,)))
+    for setting in (SETTINGS[place],)
+    for rank in ranks
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 1 if a job failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="jobs whose name has this in it")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    parser.add_argument("--budget-s", type=float, default=480.0, help="begin no further job after so many seconds")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--predict", type=Path, help="measure nothing: predict the jobs of this result again")
+    options = parser.parse_args(arguments)
+    if options.predict:
+        result = json.loads(options.predict.read_text())
+        _predict(result)
+        write(result, options.predict)
+        print(json.dumps(result)) if options.json else _show(result)
+        return 0
+    if not torch.cuda.is_available():
+        text = "no CUDA device: nothing to measure"
+        print(json.dumps({"skipped": text}) if options.json else text)
+        return 0
+    tasks: list[Any] = [*ALONE, *RANKS]
+    tasks = [task for task in tasks if options.only in _name(task)]
+    result = {
+        **header(" ".join(["python -m benchmarks.gpu_steps", *(sys.argv[1:] if arguments is None else arguments)])),
+        "machine": describe_machine() | {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda},
+        "jobs": [],
+    }
+    give_up = time.time() + options.budget_s
+    context = multiprocessing.get_context("spawn")
+    lock = context.Lock()
+    with context.Pool(3, _prepare, (lock, give_up), maxtasksperchild=1) as pool:
+        for row in pool.imap(_row, tasks, chunksize=1):
+            result["jobs"].append(row)
+            print(
+                row.get("error") or f"{row['step_s']:.3f} s, {row['peak_bytes'] / 2**30:.2f} GiB",
+                row["name"],
+                flush=True,
+            )
+            write(result, options.output)
+    _predict(result)
+    write(result, options.output)
+    if options.json:
+        print(json.dumps(result))
+    else:
+        _show(result)
+    return 1 if any("error" in row for row in result["jobs"]) else 0
+
+
+def _predict(result: dict[str, Any]) -> None:
+    """Put seconds and bytes that the cost model says of every job into its row."""
+    alone, ranks = {job.name: job for job in ALONE}, {_name(task): task for task in RANKS}
+    for row in result["jobs"]:
+        if row["name"] in alone:
+            cost, schedule = _cost_of(alone[row["name"]], result["machine"]["gpu"])
+            row["predicted_s"] = cost.predict(schedule).iteration_s
+            (stack,) = stacks(cost, schedule)
+            row["predicted_bytes"] = stack.total - stack.reserve
+        elif row["name"] in ranks:
+            setting, rank = ranks[row["name"]]
+            row["predicted_bytes"] = setting.fit_bytes(rank)
+
+
+def _cost_of(job: Alone, gpu: str) -> tuple[CostModel, Schedule]:
+    """The cost model of a job on one such card, and its schedule."""
+    config = config_of(job.model, job.layers, job.length)
+    workload = Workload(
+        seq_len=job.length,
+        zero_stage=job.zero_stage,
+        activation_checkpointing=job.checkpointing,
+        tiled_logits=job.tile_tokens is not None,
+        tiled_mlp=job.tile_tokens is not None,
+        tile_tokens=job.tile_tokens,
+        adapter_rank=job.adapter_rank,
+        quantization="nf4" if job.quantized else None,
+    )
+    cluster = cluster_from_dict(read_notation(gpu.removeprefix("NVIDIA ")).content)
+    model = model_from_config(config, job.model)
+    cost = make_cost_model("calibrated", cluster, model, workload)
+    return cost, ring(1, config["num_attention_heads"], config["num_key_value_heads"])
+
+
+def _name(task: Any) -> str:
+    return task.name if isinstance(task, Alone) else f"{task[0].name}, rank {task[1]} of {task[0].job().world_size}"
+
+
+_of_card: Any = None
+_give_up = 0.0
+
+
+def _prepare(lock: Any, give_up: float) -> None:
+    """Import what a job needs before it has the card."""
+    global _of_card, _give_up
+    _of_card, _give_up = lock, give_up
+    import deepspeed  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import ds_hetero.frameworks.transformers.model.facts  # noqa: F401
+
+
+def _row(task: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": _name(task), "kind": "alone" if isinstance(task, Alone) else "rank"}
+    with _of_card:
+        if time.time() > _give_up:
+            return row | {"error": "left out: no time left"}
+        began = time.time()
+        try:
+            row |= _alone(task) if isinstance(task, Alone) else _rank(*task)
+        except Exception as error:
+            return row | {"error": f"{type(error).__name__}: {str(error)[:300]}", "traceback": traceback.format_exc()}
+        return row | {"seconds": time.time() - began}
+
+
+# --- jobs of one rank
+
+
+def _alone(job: Alone) -> dict[str, Any]:
+    import deepspeed
+
+    import ds_hetero
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ[name] = value
+    os.environ["MASTER_PORT"] = "0"
+    where = default_device()
+    dist.init_process_group("nccl" if where.type == "cuda" else "gloo", store=_store(), rank=0, world_size=1)
+    config = config_of(job.model, job.layers, job.length)
+    handle = ds_hetero.register()
+    schedule = ring(1, config["num_attention_heads"], config["num_key_value_heads"])
+    section: dict[str, Any] = {"schedule": schedule.to_dict(), "verify": "off"}
+    if job.tile_tokens is not None:
+        section["tile_tokens"] = job.tile_tokens
+    ds_config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": job.zero_stage},
+        "bf16": {"enabled": True},
+        "heterogeneity": section,
+    }
+    torch.manual_seed(_SEED)
+    model: Any = _model(job, config, ds_config)
+    if job.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+    own = handle.for_engine(engine)
+    ids = torch.randint(config["vocab_size"], (1, job.length), generator=torch.Generator().manual_seed(_SEED))
+    (shard,) = own.dataloader([{"input_ids": ids, "labels": ids.clone()}], batches="same")
+
+    def forward() -> Tensor:
+        outputs = engine(**shard)
+        return own.loss(outputs, shard)
+
+    return _timed(engine, forward)
+
+
+def _model(job: Alone, config: dict[str, Any], ds_config: dict[str, Any]) -> Any:
+    import deepspeed
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    whole = job.zero_stage < 3
+    cut = contextlib.nullcontext() if whole else deepspeed.zero.Init(config_dict_or_path=ds_config)
+    with default_device(), cut:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    if job.quantized:
+        model = _in_4_bits(model)
+    if job.adapter_rank:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=job.adapter_rank, target_modules="all-linear"))
+        model.enable_input_require_grads()
+    model.train()
+    return model
+
+
+def _in_4_bits(model: Any) -> Any:
+    """The same weights as bitsandbytes freezes them for QLoRA; embedding and head are not quantized."""
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    )
+    weights = {name: weight.cpu() for name, weight in model.state_dict().items()}
+    kind, config = type(model), model.config
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    return kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        quantization_config=quantization,
+        device_map={"": default_device()},
+        dtype=torch.bfloat16,
+    )
+
+
+# --- one rank of many
+
+
+def _rank(setting: Setting, rank: int) -> dict[str, Any]:
+    from benchmarks.fake_gpu.step import alone, engine_of, header_of, placed_batch
+    from ds_hetero.runtime.data.shards import model_inputs
+
+    job, where = setting.job(), default_device()
+    torch.manual_seed(_SEED)
+    with _one_of(rank, job.world_size) as replies, alone():
+        engine, handle = engine_of(job, where, _fill_weights)
+        placed = placed_batch(job)
+        headers = [header_of(placed, of_rank).to(where) for of_rank in job.schedule.ranks]
+        shard = model_inputs(placed.shard(rank), where)
+
+        def forward() -> Tensor:
+            replies[:] = headers
+            loss: Tensor = engine(**{name: entry for name, entry in shard.items() if name != "labels"}).loss
+            return loss
+
+        row = _timed(engine, forward)
+        handle.undo()
+    return row | {"tokens": setting.schedule().tokens(setting.length)[rank]}
+
+
+def _fill_weights(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        held = getattr(parameter, "ds_tensor", parameter).data
+        held.fill_(1.0) if len(getattr(parameter, "ds_shape", parameter.shape)) == 1 else held.normal_(std=_STD)
+
+
+@contextlib.contextmanager
+def _one_of(rank: int, world_size: int) -> Iterator[list[Tensor]]:
+    """Be one rank of a world of which nothing arrives; the list is what the others say in the next forward pass."""
+    import importlib
+    from datetime import timedelta
+
+    from benchmarks.fake_gpu.device import post_each
+    from ds_hetero.runtime import collectives, replica
+
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    dist.init_process_group("fake", store=_store(), rank=rank, world_size=world_size)
+    replies: list[Tensor] = []
+
+    def all_gather(parts: list[Tensor], own: Tensor, *args: Any, **options: Any) -> Any:
+        work = _all_gather(parts, own, *args, **options)
+        told = replies[:] if replies and replies[0].shape == own.shape else [own] * len(parts)
+        if len(told) == len(parts) and told[0] is not own:
+            replies.clear()
+        for part, said in zip(parts, told, strict=True):
+            part.copy_(said)
+        return work
+
+    def filled(call: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **options: Any) -> Any:
+            work = call(*args, **options)
+            named = [options[name] for name in _TENSORS if name in options]
+            _fill(*[*(each for each in args if isinstance(each, Tensor)), *named][:2])
+            return work
+
+        return made
+
+    def posted(operations: Any) -> Any:
+        works = post_each(operations)
+        sent = [each.tensor for each in operations if each.op is dist.isend]
+        for each in operations:
+            if each.op is dist.irecv:
+                _fill(each.tensor, sent[0] if sent else torch.randn_like(each.tensor))
+        return works
+
+    _all_gather = dist.all_gather
+    of_tensors = "all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor", "_all_gather_base"
+    names = [name for name in (*of_tensors, "all_gather_single", "reduce_scatter_single") if hasattr(dist, name)]
+
+    def reduce_scatter(out: Tensor, parts: list[Tensor], *args: Any, **options: Any) -> Any:
+        work = _reduce_scatter(out, parts, *args, **options)
+        _fill(out, parts[rank % len(parts)])
+        return work
+
+    _reduce_scatter = dist.reduce_scatter
+    answers = [
+        (dist, "reduce_scatter", reduce_scatter),
+        (dist, "all_gather", all_gather),
+        (dist, "batch_isend_irecv", posted),
+        (collectives, "start_watch", lambda *args: None),
+        *((dist, name, filled(getattr(dist, name))) for name in names),
+        *((module, "timeout_of_job", lambda: timedelta(minutes=30)) for module in (collectives, replica)),
+    ]
+    try:
+        with contextlib.ExitStack() as stack:
+            for owner, name, value in answers:
+                stack.enter_context(mock.patch.object(owner, name, value))
+            yield replies
+    finally:
+        dist.destroy_process_group()
+
+
+def _fill(out: Tensor, own: Tensor) -> None:
+    """Numbers of this rank in the place of what would arrive, as often as they are needed."""
+    out, own = out.detach().reshape(-1) if out.is_contiguous() else out.view(-1), own.detach().reshape(-1)
+    if not own.numel():
+        return
+    whole = out.numel() // own.numel() * own.numel()
+    if whole:
+        out[:whole].view(-1, own.numel()).copy_(own.expand(whole // own.numel(), -1))
+    out[whole:].copy_(own[: out.numel() - whole])
+
+
+def _store() -> Any:
+    return dist.HashStore()  # type: ignore[attr-defined]
+
+
+# --- what is measured
+
+
+def _timed(engine: Any, forward: Callable[[], Tensor]) -> dict[str, Any]:
+    """Seconds of the median step and of its passes, and bytes."""
+    gc.collect()
+    steps: list[dict[str, Any]] = []
+    for _ in range(_WARM_UPS + _STEPS):
+        torch.cuda.reset_peak_memory_stats()
+        resting = torch.cuda.memory_allocated()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
+        marks[0].record()
+        loss = forward()
+        marks[1].record()
+        forward_peak = torch.cuda.max_memory_allocated()
+        engine.backward(loss)
+        marks[2].record()
+        backward_peak = torch.cuda.max_memory_allocated()
+        engine.step()
+        marks[3].record()
+        number = loss.item()
+        del loss
+        torch.cuda.synchronize()
+        times = [first.elapsed_time(second) / 1e3 for first, second in pairwise(marks)]
+        steps.append(
+            {
+                "step_s": time.perf_counter() - begin,
+                "passes_s": times,
+                "loss": number,
+                "peak_bytes": torch.cuda.max_memory_allocated(),
+                "peaks_bytes": [forward_peak, backward_peak],
+                "resting_bytes": resting,
+                "reserved_bytes": torch.cuda.max_memory_reserved(),
+            }
+        )
+    counted = sorted(steps[_WARM_UPS:], key=lambda step: step["step_s"])
+    middle = counted[len(counted) // 2]
+    return {
+        **middle,
+        "peak_bytes": max(step["peak_bytes"] for step in counted),
+        "steps_s": [s["step_s"] for s in steps],
+    }
+
+
+def _show(result: dict[str, Any]) -> None:
+    table = Table("job", "step, s", "forward, backward, step", "predicted", "peak, GiB", "reserved", "predicted")
+    for row in result["jobs"]:
+        if "error" in row:
+            table.add_row(row["name"], row["error"])
+            continue
+        passes = " ".join(f"{each:.3f}" for each in row["passes_s"])
+        times = _beside(row.get("predicted_s"), row["step_s"])
+        sizes = [f"{row[key] / 2**30:.2f}" for key in ("peak_bytes", "reserved_bytes")]
+        memory = _beside(row.get("predicted_bytes"), row["peak_bytes"], 2**30)
+        table.add_row(row["name"], f"{row['step_s']:.3f}", passes, times, *sizes, memory)
+    Console(width=None if sys.stdout.isatty() else 170).print(table)
+    measured = [row for row in result["jobs"] if "error" not in row]
+    for key, what in (("step_s", "seconds"), ("peak_bytes", "bytes")):
+        predicted = "predicted_s" if key == "step_s" else "predicted_bytes"
+        errors = [abs(row[predicted] / row[key] - 1) for row in measured if row.get(predicted)]
+        if errors:
+            print(f"{what}: {len(errors)} predictions, median error {median(errors):.1%}, largest {max(errors):.1%}")
+
+
+def _beside(predicted: float | None, measured: float, unit: float = 1.0) -> str:
+    return "" if predicted is None else f"{predicted / unit:.2f} ({predicted / measured - 1:+.0%})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
