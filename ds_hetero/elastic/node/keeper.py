@@ -90,10 +90,11 @@ class Keeper:
         except OSError:
             connected.close()
             return
+        action: Callable[[Wire, Message], None] | None = None
         try:
-            while True:
+            while action != self.do_meet:  # which lasts as long as its connection
                 request = wire.receive()
-                action: Callable[[Wire, Message], None] | None = getattr(self, f"do_{request.get('do')}", None)
+                action = getattr(self, f"do_{request.get('do')}", None)
                 if action is None:
                     raise WireError(f"there is no request {request.get('do')!r}")
                 action(wire, request)

@@ -272,3 +272,17 @@ def test_an_agent_hears_that_its_keeper_lives(keepers):
     agent.send({"do": "alive"})
     assert agent.receive() == {"alive": True}
     agent.close()
+
+
+def test_an_agent_that_was_silent_is_told_of_no_error(keepers, monkeypatch):
+    """A node that was stopped for a while meets again; a message of its former keeper would end it."""
+    monkeypatch.setattr("ds_hetero.elastic.node.keeper.SILENCE_S", 0.1)
+    keeper, address = keepers()
+    agent = connect(*address, TOKEN_BYTES, 5)
+    agent.send(_hello("a"))
+    assert "round" in agent.receive()
+    with pytest.raises(WireError, match="the connection was closed"):
+        while True:
+            assert "error" not in agent.receive()
+    assert keeper.meeting.is_broken
+    agent.close()
