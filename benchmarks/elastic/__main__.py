@@ -67,6 +67,7 @@ JOBS = (
     Job(3, [1, 1], loop="sft"),
     Job(1, [1, 1, 1], loop="trainer_of_pipelines"),
     Job(1, [2, 2], loop="trainer_of_pipelines"),
+    Job(1, [3, 2], loop="pipelines", is_frozen=True),
 )
 
 
