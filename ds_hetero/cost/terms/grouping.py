@@ -47,8 +47,9 @@ class GroupBy:
 
     def __init__(self, major: Ints, minor: Ints) -> None:
         self.order: Ints = np.lexsort((minor, major))  # items, part after part, ``[I]``
-        changes = (np.diff(major[self.order]) != 0) | (np.diff(minor[self.order]) != 0)
-        self.starts: Ints = np.flatnonzero(np.concatenate([[True], changes]))
+        major, minor = major[self.order], minor[self.order]
+        changes = (major[1:] != major[:-1]) | (minor[1:] != minor[:-1])
+        self.starts: Ints = np.concatenate([[0], np.flatnonzero(changes) + 1])
 
     @property
     def first(self) -> Ints:
@@ -58,7 +59,7 @@ class GroupBy:
     @cached_property
     def sizes(self) -> Ints:
         """Items of every part, ``[P]``."""
-        return np.diff(np.append(self.starts, len(self.order)))
+        return np.append(self.starts[1:], len(self.order)) - self.starts
 
     @cached_property
     def part_of(self) -> Ints:
@@ -137,12 +138,12 @@ class Grouping:
     @cached_property
     def group_starts(self) -> Ints:
         """First node slice of every group, ``[K]``."""
-        return np.flatnonzero(np.diff(self.slice_group, prepend=-1))
+        return _starts(self.slice_group)
 
     @cached_property
     def _slices_by_node(self) -> tuple[Ints, Ints]:
         order = np.argsort(self.slice_node, kind="stable")
-        return order, np.flatnonzero(np.diff(self.slice_node[order], prepend=-1))
+        return order, _starts(self.slice_node[order])
 
     def by_node(self, reduce: np.ufunc, values_N: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """``reduce`` over the node slices of every node: ``[..., N]`` to ``[..., nodes]``."""
@@ -166,7 +167,7 @@ class Grouping:
         s_per_byte = self.cluster.node_all_to_all_s_per_byte[sender, receiver]
         own_s_S, itself = np.zeros(len(self.sites.starts)), source == destination
         own_s_S[source[itself]] = s_per_byte[itself]
-        return s_per_byte, np.flatnonzero(np.diff(source, prepend=-1)), own_s_S[self.sites.part_of]
+        return s_per_byte, _starts(source), own_s_S[self.sites.part_of]
 
     @cached_property
     def exchange_latency_s(self) -> Floats:
@@ -191,7 +192,8 @@ class Grouping:
         """
         first_slice = self.sites.first
         group, place = self.slice_group[first_slice], self.cluster.place[self.slice_node[first_slice]]
-        first, counts = np.unique(group, return_index=True, return_counts=True)[1:]
+        first = _starts(group)
+        counts = np.append(first[1:], len(group)) - first
         per_site = np.repeat(counts, counts)
         source = np.repeat(np.arange(len(group)), per_site)
         within = np.arange(len(source)) - np.repeat(np.cumsum(per_site) - per_site, per_site)
@@ -200,6 +202,11 @@ class Grouping:
         source, destination = source[exist], destination[exist]
         sender, receiver = (nodes[place[source], place[destination]] for nodes in self.cluster.place_nodes)
         return source, destination, sender, receiver
+
+
+def _starts(values: Ints) -> Ints:
+    """Where every run of one value begins, of values that are not negative; `np.diff` takes much longer."""
+    return np.flatnonzero(np.concatenate([values[:1] >= 0, values[1:] != values[:-1]]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +229,12 @@ def ring_edges(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int | No
     num_sets, num_groups = len(heads_BD), grouping.num_groups
     ordered_BD = heads_BD[:, grouping.order]
     counts = ordered_BD.ravel().astype(np.intp, copy=False)
-    owner_BKN = np.repeat(np.tile(grouping.order, num_sets), counts).reshape(num_sets, num_groups, -1)
-    sender_BKN = np.roll(owner_BKN, 1, axis=1)
+    previous = np.arange(-1, num_groups - 1)
+    owner_BKN = np.full(ordered_BD.shape, grouping.order).ravel().repeat(counts).reshape(num_sets, num_groups, -1)
+    sender_BKN = owner_BKN[:, previous]
     new_BKN = np.ones(owner_BKN.shape, dtype=bool)  # first head of a run of one (sender, receiver)
     own_cut_BKN = owner_BKN[:, :, 1:] != owner_BKN[:, :, :-1]
-    new_BKN[:, :, 1:] = own_cut_BKN | np.roll(own_cut_BKN, 1, axis=1)
+    new_BKN[:, :, 1:] = own_cut_BKN | own_cut_BKN[:, previous]
     starts = np.flatnonzero(new_BKN)
     if queries_per_kv_head is None:
         heads = np.diff(np.append(starts, owner_BKN.size)).astype(np.float64)

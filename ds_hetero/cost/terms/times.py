@@ -94,7 +94,8 @@ def _own_ports(grouping: Grouping, heads_BD: Ints, queries_per_kv_head: int) -> 
     """Edges, the assignment of each, and latency and seconds per token by what a rank's own ports carry."""
     cluster, (num_sets, num_groups) = grouping.cluster, (len(heads_BD), grouping.num_groups)
     edges = ring_edges(grouping, heads_BD, queries_per_kv_head)
-    set_E = np.repeat(np.arange(num_sets), np.diff(np.append(edges.starts[::num_groups], len(edges.heads))))
+    first = edges.starts[::num_groups]
+    set_E = np.repeat(np.arange(num_sets), np.append(first[1:], len(edges.heads)) - first)
     pair = cluster.node_of_rank[edges.sender], cluster.node_of_rank[edges.receiver]
     outside_E = pair[0] != pair[1]
     port_s_E = edges.heads * cluster.node_p2p_s_per_byte[pair]
@@ -136,7 +137,7 @@ def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Float
         tokens_BD: s, tokens of every rank.
         bytes_BD: w, bytes per token that every rank receives for its heads.
     """
-    part, values_2BD = grouping.node_slices.part_of, np.stack([tokens_BD, bytes_BD])
+    part, values_2BD = grouping.node_slices.part_of, np.array([tokens_BD, bytes_BD])
     values_2BN = grouping.node_slices.reduce(np.add, values_2BD)
     tokens_BN, bytes_BN = values_2BN
     # What a rank sends is its tokens of others' bytes, and what it receives its bytes of others' tokens.

@@ -102,10 +102,11 @@ def _add_head_moves(moves: Moves, problem: Problem, grouping: Grouping, at: Assi
     """Add changed heads with the tokens as they are, and with tokens that follow them in several ways."""
     stay_XD = np.broadcast_to(at.tokens, changed_XD.shape)
     beside_XD = _tokens_beside(grouping, at, changed_XD)
-    tokens = [stay_XD, _tokens_follow(problem, grouping, at, changed_XD, stay_XD), beside_XD]
+    faster_XD = _faster(problem, grouping, at, changed_XD)
+    tokens = [stay_XD, filled(stay_XD * faster_XD, at.tokens, problem.seq_len), beside_XD]
     if problem.num_ranks <= FEW_SETS:
         like_heads_XD = _tokens_like_heads(grouping, at, changed_XD)
-        tokens += [_tokens_follow(problem, grouping, at, changed_XD, each) for each in (beside_XD, like_heads_XD)]
+        tokens += [filled(each * faster_XD, at.tokens, problem.seq_len) for each in (beside_XD, like_heads_XD)]
         tokens.append(like_heads_XD)
     moves.add(problem.round(np.concatenate(tokens)), np.concatenate([changed_XD] * len(tokens)))
     moves.rows_of_heads = len(tokens) * len(changed_XD)
@@ -210,12 +211,11 @@ def _pair_moves(tokens: Floats, step: float) -> Floats:
         return np.zeros((0, num_ranks))
     giver, taker = np.nonzero(~np.eye(num_ranks, dtype=bool) & (tokens > 0)[:, None])
     most = tokens[giver]
-    amounts = [most, np.minimum(most, step * tokens.sum() / num_ranks)]
-    moved_XD = np.tile(tokens, (2 * len(giver), 1))
-    rows = np.arange(len(moved_XD))
-    moved_XD[rows, np.tile(giver, 2)] -= np.concatenate(amounts)
-    moved_XD[rows, np.tile(taker, 2)] += np.concatenate(amounts)
-    return moved_XD
+    amounts_2P = np.array([most, np.minimum(most, step * tokens.sum() / num_ranks)])
+    moved_2PD, pairs = np.full((2, len(giver), num_ranks), tokens), np.arange(len(giver))
+    moved_2PD[:, pairs, giver] -= amounts_2P
+    moved_2PD[:, pairs, taker] += amounts_2P
+    return moved_2PD.reshape(-1, num_ranks)
 
 
 def _head_moves(problem: Problem, grouping: Grouping, at: Assignment, rank_class: Ints, paired: bool) -> Ints:
@@ -295,12 +295,11 @@ def _first_and_last(
     return list(first.values()), list(last.values())
 
 
-def _tokens_follow(problem: Problem, grouping: Grouping, at: Assignment, heads_XD: Ints, tokens_XD: Floats) -> Floats:
-    """Tokens of every group scaled by how much faster the new heads make its slowest rank."""
+def _faster(problem: Problem, grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats:
+    """How much faster the new heads make the slowest rank of every rank's group, ``[X, D]``."""
     before_K = grouping.by_group(np.maximum, at.heads * problem.attention_s)
     after_XK = grouping.by_group(np.maximum, heads_XD * problem.attention_s)
-    moved_XD = tokens_XD * (before_K / after_XK)[:, grouping.group_of]
-    return filled(moved_XD, at.tokens, problem.seq_len)
+    return np.asarray((before_K / after_XK)[:, grouping.group_of])
 
 
 def _tokens_beside(grouping: Grouping, at: Assignment, heads_XD: Ints) -> Floats:
