@@ -53,7 +53,8 @@ def main() -> int:
     args = parser.parse_args()
     settings = [s for s in (SETTINGS[:1] if args.quick else SETTINGS) if args.only in s.name]
     layers = _QUICK_LAYERS if args.quick else args.layers
-    tasks = [(s, rank, layers) for s in settings for rank in _ranks(s, args.all_ranks)[: 2 if args.quick else None]]
+    ranks = {s: sorted(s.schedule().ranks) if args.all_ranks else ranks_of_kinds(s) for s in settings}
+    tasks = [(s, rank, layers) for s in settings for rank in ranks[s][: 2 if args.quick else None]]
     counts = [2, 8] if args.quick else [2, 4, 8]
     result = {
         **header(" ".join(["python -m benchmarks.fake_gpu", *sys.argv[1:]])),
@@ -80,12 +81,10 @@ def passes(result: dict[str, Any]) -> bool:
     )
 
 
-def _ranks(setting: Setting, every: bool) -> list[int]:
-    """All ranks, or the first one with each number of tokens and of heads."""
+def ranks_of_kinds(setting: Setting) -> list[int]:
+    """The first rank with each number of tokens and of heads."""
     schedule = setting.schedule()
     tokens = schedule.tokens(setting.length)
-    if every:
-        return sorted(tokens)
     kinds: dict[Any, int] = {}
     for group in schedule.ring_groups:
         for rank in group.ranks:

@@ -55,7 +55,7 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
 def _answers() -> Iterator[None]:
     """Answer what the engine and torch ask of CUDA: which device, how long groups wait, which operators there are."""
     from ds_hetero.runtime import collectives, replica
-    from ds_hetero.runtime.attention import batch_layout, local_batch
+    from ds_hetero.runtime.attention import batch_layout, channel, local_batch
     from ds_hetero.runtime.attention.kernels import torch_native
 
     where = device()
@@ -66,6 +66,7 @@ def _answers() -> Iterator[None]:
         (Tensor, "data_ptr", lambda tensor: 0),  # of an allocator that aligns what it hands out
         (collectives, "start_watch", lambda *args: None),  # of peers, which are not there
         (dist, "batch_isend_irecv", post_each),
+        (channel, "pairs_by_order", lambda group: True),
         *((module, "timeout_of_job", lambda: datetime.timedelta(minutes=30)) for module in (collectives, replica)),
         *((module, "message_device", lambda *args: where) for module in (collectives, batch_layout, local_batch)),
     ]

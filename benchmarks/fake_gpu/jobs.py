@@ -48,6 +48,12 @@ class Setting:
         return f"{self.model}, {self.cluster}, {self.length:,} tokens{packed}, ZeRO-{self.zero_stage}"
 
     @property
+    def title(self) -> str:
+        """The same, with what saves memory."""
+        savers = ", ".join(self.workload.memory_savers)
+        return f"{self.name}{', ' if savers else ''}{savers}"
+
+    @property
     def workload(self) -> Workload:
         """As the cost model sees it."""
         return Workload(

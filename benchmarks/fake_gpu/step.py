@@ -161,6 +161,7 @@ def engine_of(job: Job, where: torch.device, fill: Callable[[nn.Module], None] |
     cut = deepspeed.zero.Init(config_dict_or_path=config) if job.zero_stage == 3 else contextlib.nullcontext()
     with torch.device(where), no_init_weights(), cut:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**job.config), dtype=DTYPE)
+    model.tie_weights()
     model.train()
     if fill is not None:
         fill(model)

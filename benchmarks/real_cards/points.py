@@ -175,6 +175,10 @@ def model_of(row: Row) -> ModelSpec:
     )
 
 
+_LOGIT_BYTES = 14.0
+"""In bf16, their log-softmax and two gradients in fp32; the slopes of ALST's longest sequences say 14.6."""
+
+
 def refuse_unclear(row: Row) -> None:
     """Refuse points that lack what a prediction needs, or run what is not described here.
 
@@ -212,7 +216,7 @@ def workload_of(row: Row, model: ModelSpec, constants: Constants | None = None) 
         offload_activations="activations" in row["offload"],
         offload_optimizer="optimizer" in row["offload"],
         offload_parameters="parameters" in row["offload"],
-        logit_bytes=_logit_bytes(row) or (constants or {}).get(ALL_CARDS, {}).get("logit_bytes"),
+        logit_bytes=_logit_bytes(row) or (constants or {}).get(ALL_CARDS, {}).get("logit_bytes", _LOGIT_BYTES),
         adapter_rank=_rank(row) if row["peft"] != "full" else 0,
         trains_embedding=row["peft"] == "lora+emb",
         quantization=("gptq" if row["source"].startswith("QwenLM") else "nf4") if is_quantized else None,
@@ -223,7 +227,7 @@ def workload_of(row: Row, model: ModelSpec, constants: Constants | None = None) 
 
 
 def _logit_bytes(row: Row) -> float | None:
-    """Bytes of a logit of a whole loss in the framework of the row; None for today's transformers.
+    """Bytes of a logit of a whole loss in the framework of the row; None for today's transformers, `_LOGIT_BYTES`.
 
     Until late in 2024 transformers copied shifted logits in fp32: 18.7, the slope of fsdp_qlora's table over the batch.
     Qwen's own model computes the loss in the type of the logits: slopes of its table over length.

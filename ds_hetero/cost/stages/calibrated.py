@@ -203,7 +203,7 @@ class CalibratedStageCosts(StageCosts):
         return CalibratedStageMemory(
             num_layers=model.num_layers,
             workload=work,
-            layer=replace(layer, made=layer.made + work.element_bytes * matrix),  # a gradient before it is added up
+            layer=layer,
             logits=logits,
             of_layer=DeviceParameters(model.layer_parameters / cut, model.layer_parameters * owns),
             of_end=DeviceParameters(table, table * cut * owns),

@@ -22,8 +22,10 @@ from ds_hetero.models.configs import QUANTIZATIONS, adapter_parameters
 from ds_hetero.models.shapes import ModelSpec
 
 LOGIT_TILE_TOKENS = 1024  # tokens of one tile of a tiled loss, where nobody says its size
+LOSS_CHUNK_TOKENS = 1024  # whose softmax exists in fp32 at once, of `ds_hetero.runtime.loss`
 MLP_TILE_TOKENS = 4096  # tokens of one tile of a tiled MLP, likewise
 WIDE = 4  # bytes of fp32
+_NORM_COPIES = 5  # of the tokens in fp32, in the backward of transformers' RMSNorm
 
 Bytes = Floats | float
 
@@ -43,7 +45,7 @@ class LayerShare:
     visited: Bytes = 0.0
     visiting: Bytes = 0.0  # of the longest block of keys that visits
     in_ring: bool = False  # whether any do
-    copied: bool = True  # attention's output is copied on its way to its projection, as an exchange does
+    copied: Bytes = 0.0  # 1 where attention's output is copied on its way to its projection, as an exchange does
     cut: int = 1  # ranks that cut products by heads and columns; norms and residuals are whole on every one
 
     @classmethod
@@ -64,6 +66,7 @@ class LayerShare:
             visited=batch * visited_K[..., grouping.group_of] * kv_D,
             visiting=batch * length_K.max(axis=-1, keepdims=True) * kv_D,
             in_ring=grouping.num_groups > 1,
+            copied=(grouping.sizes[grouping.group_of] > 1).astype(float),
         )
 
     @classmethod
@@ -75,7 +78,6 @@ class LayerShare:
             tokens_at_once=mlp_tokens(workload, np.array([float(workload.seq_len)])),
             rows=tokens * model.num_heads / size,
             kv_rows=tokens * max(model.num_kv_heads / size, 1),
-            copied=False,
             cut=size,
         )
 
@@ -87,7 +89,8 @@ class LayerMemory:
     given: Bytes  # its input
     kept: Bytes  # what its backward needs
     of_mlp: Bytes  # the MLP's part of that
-    made: Bytes  # what its MLP's backward makes
+    made: Bytes  # what the backward of its MLP makes beside what is kept, or of the norm before it
+    matrix: Bytes  # gradient of one of the MLP's matrices
     ring_buffers: Bytes  # keys and values that visit, their gradients, partial results
     exchange_buffers: Bytes  # what is packed for the exchange of heads
     kept_by_all: Bytes  # what the backwards of all layers of the model need
@@ -101,10 +104,14 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
     """Return what autograd keeps of a decoder layer of transformers, and what its backward makes.
 
     Both norms keep their input in fp32, the normalized tokens and their output; the projection of attention its
-    input; a gated MLP gate, activated gate, up and their product, a plain one both sides of its activation. Attention
-    keeps q, k, v, its output and its log-sum-exp; in a ring also the keys and values that visited last. A tiled MLP
-    keeps its input alone, which is its norm's output. Beside frozen weights normalized tokens are for no gradient and
-    go; every adapter keeps its narrow tokens and its product's input, which has no other use there.
+    input; a gated MLP gate, activated gate, up and their product, a plain one both sides of its activation; experts
+    also what goes into them and comes out, once for each that a token uses. Attention keeps q, k, v, its output and its
+    log-sum-exp; in a ring also the keys and values that visited last. A tiled MLP keeps its input alone, which is its
+    norm's output. Beside frozen weights normalized tokens are for no gradient and go; every adapter keeps its narrow
+    tokens and its product's input, which has no other use there.
+
+    The backward of an MLP makes gradients of its inner activations and of one of its matrices, in tiles of all. The
+    backward of the norm before a tiled one keeps its input, and makes five copies of the tokens in fp32.
 
         ring_buffers       two visiting KV blocks, two fp32 dK/dV blocks, fp32 partial results
         exchange_buffers   packed q, k, v of the all-to-all, or what goes into a scan
@@ -119,36 +126,63 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
         norm = element * hidden
     if workload.selective_checkpointing or workload.fused_kernels:
         inner = element * (2 if model.gated_mlp else 1) * mlp
+    routed = 2 * element * model.experts_per_token * hidden
+    inner += routed
     of_mlp = norm + (0 if workload.tiled_mlp else inner + products * adapted)
-    projected = element * model.num_heads / share.cut * head_dim if share.copied else 0.0
+    projected = element * model.num_heads / share.cut * head_dim * share.copied
     exchanged = element * head_dim * (2 * share.rows + 2 * share.kv_rows + 2 * share.visited) + WIDE * share.rows
     attention = tokens * (norm + of_mlp + projected + 4 * adapted) + exchanged
     kept, by_all = _joined(model, attention, tokens * (norm + of_mlp + _recurrent_bytes(model, element)))
-    made = element * tokens * (2 * mlp + hidden)
+    matrix = 0 if adapted else element * hidden * model.mlp_size * max(model.num_experts, 1) / share.cut
+    made = element * tokens * (2 * mlp + hidden) + np.maximum(tokens * routed, matrix)
     if workload.tiled_mlp:  # the inner activations of a tile, their gradients, and the gradient of the layer
         made = share.tokens_at_once * (inner + element * 2 * mlp) + element * tokens * hidden
+        made = made + (4 if model.gated_mlp else 3) * matrix
+        made = np.maximum(made, tokens * (((_NORM_COPIES + 1) * WIDE + element) * hidden - of_mlp))
     ring = head_dim * (4 * (element + WIDE) * share.visiting + WIDE * share.rows)
-    packed = element * (model.num_heads + 2 * model.num_kv_heads) * head_dim if share.copied else 0
+    packed = element * (model.num_heads + 2 * model.num_kv_heads) * head_dim * share.copied
     return LayerMemory(
         given=element * tokens * hidden,
         kept=kept,
         of_mlp=tokens * of_mlp,
         made=made,
+        matrix=matrix,
         ring_buffers=ring * share.in_ring,
-        exchange_buffers=tokens * max(packed, _scan_bytes(model, element)),
+        exchange_buffers=tokens * np.maximum(packed, _scan_bytes(model, element)),
         kept_by_all=by_all,
     )
 
 
 def logit_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
-    """Logits of a tile, or of all tokens, ``[D]``.
+    """What the loss needs, ``[D]``.
 
-    In the compute type, their log-softmax and two gradients in fp32: 14 bytes with bf16, as the slopes of ALST's
-    longest sequences say (14.6, arXiv:2506.13996). Logits that are fp32 already share one of these.
+    Logits of a tile, or of all tokens, and their gradient, with the softmax of a chunk in fp32; beside them the tokens
+    of the final norm.
     """
-    tokens = _at_once(workload, tokens_D, LOGIT_TILE_TOKENS if workload.has_loss_tiles else None)
-    usual = workload.element_bytes + (3 if workload.element_bytes < WIDE else 2) * WIDE
-    return tokens * model.vocab_size * (usual if workload.logit_bytes is None else workload.logit_bytes)
+    tokens = _logit_tokens(workload, tokens_D)
+    chunk = WIDE * np.minimum(tokens, LOSS_CHUNK_TOKENS)
+    of_logits = 2 * workload.element_bytes * tokens + chunk
+    if workload.logit_bytes is not None:
+        of_logits = workload.logit_bytes * tokens
+    return np.asarray(model.vocab_size * of_logits + normed_bytes(model, workload, tokens_D))
+
+
+def head_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
+    """What the head's gradient is made of, ``[D]``: the gradient of logits and the tokens of the final norm."""
+    tokens = _logit_tokens(workload, tokens_D)
+    return model.vocab_size * workload.element_bytes * tokens + normed_bytes(model, workload, tokens_D)
+
+
+def normed_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
+    """What the final norm keeps, and the gradients of a tiled loss."""
+    kept = WIDE if workload.adapter_rank else WIDE + 2 * workload.element_bytes
+    gradients = workload.element_bytes if workload.has_loss_tiles else 0
+    return workload.micro_batch * tokens_D * model.hidden_size * (kept + gradients)
+
+
+def _logit_tokens(workload: Workload, tokens_D: Floats) -> Floats:
+    """Tokens of a micro-batch whose logits exist at once, of tokens of a sequence, ``[D]``."""
+    return _at_once(workload, tokens_D, LOGIT_TILE_TOKENS if workload.has_loss_tiles else None)
 
 
 def mlp_tokens(workload: Workload, tokens_D: Floats) -> Floats:

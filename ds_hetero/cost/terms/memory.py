@@ -2,15 +2,20 @@
 
 Of a job that shares sequences, behind DeepSpeed's engine with its buffers, these are the moments:
 
-    loss       the backward begins: all activations, the logits, and in ZeRO-3 parameters that arrive for the backward
+    forward    it ends: all activations, and in ZeRO-3 parameters beside the buffer that brought them
+    loss       the backward begins: all activations, the logits, and of a tiled loss the gradient of the head so far
+    head       gradients of logits have become one of the head, beside the one of the tiles before
     mlp        the backward of a layer begins: all that the layer has kept, and gradients of its widest part
+    sent       it has come to gradients of the MLP's weights, and ZeRO-3 copies a full bucket by owners
     attention  it has come to attention: the MLP's part is gone, keys and values visit, exchanges are packed
-    step       the optimizer's: gradients of the rank's own part in fp32, and what the optimizer makes beside them
+    embedding  the backward ends: the gradient of the embedding
+    step       the optimizer's: gradients of the rank's own part, their copies in fp32, and what the optimizer makes
 
-Below ZeRO-2 gradients of a layer come as its activations go, so of the two sets the larger one counts. In ZeRO-2 a rank
-makes the buffer of all its gradients when the first of them comes, which is that of the last element that it owns:
-activations of the layers up to there are still held. With gradient accumulation gradients of earlier micro-batches are
-there from the start, and ZeRO-3 has one buffer for all. Stages of pipelines have `ds_hetero.cost.stages.gradients`.
+Below ZeRO-2 gradients of a layer come as its activations go: all activations stand beside the head's gradient, those of
+a layer beside all gradients but the embedding's, and the larger sum counts. In ZeRO-2 a rank makes the buffer of all
+its gradients when the first of them comes, which is that of the last element that it owns: activations of the layers up
+to there are still held. With gradient accumulation gradients of earlier micro-batches are there from the start, and
+ZeRO-3 has one buffer for all. Stages of pipelines have `ds_hetero.cost.stages.gradients`.
 
 Unlike HexiSeq's Eq. 3 (arXiv:2605.07569) activations count once per layer.
 
@@ -32,8 +37,13 @@ from ds_hetero.cost.terms.layer_memory import (
     Bytes,
     LayerMemory,
     LayerShare,
+    head_bytes,
     layer_memory,
+    layer_weight_bytes,
     logit_bytes,
+    normed_bytes,
+    trained_of_ends,
+    trained_of_layer,
     trained_parameters,
     weight_bytes,
 )
@@ -189,27 +199,34 @@ class StandingMemory:
     model: ModelSpec
     workload: Workload
     states: Mapping[str, Floats]  # of `state_bytes`
-    live: float  # gathered parameters
-    arriving: float  # parameters under way
+    gathered: Gathered
     bucket: float
+    copied: float  # of a full bucket, by owners
+    sent_layers: int  # whose backward is over when a bucket is full
+    head: float  # gradient of the head, and as much of the embedding
     gone_D: Floats  # of `_gone_at_first_gradient`
     step_D: Floats  # of `_step_bytes`
 
     @classmethod
     def of(cls, model: ModelSpec, workload: Workload, cluster: Cluster) -> StandingMemory:
         """Compute it once for all schedules."""
-        bucket = float(workload.buffers.reduce_bucket * workload.element_bytes if workload.zero_stage else 0)
+        element, stage = workload.element_bytes, workload.zero_stage
+        bucket = float(workload.buffers.reduce_bucket * element if stage else 0)
+        trained = float(element * trained_parameters(model, workload))
         if workload.adapter_rank:  # DeepSpeed makes no larger bucket than there are gradients
-            bucket = min(bucket, float(workload.element_bytes * trained_parameters(model, workload)))
-        live, arriving = _gathered(model, workload)
+            bucket = min(bucket, trained)
+        head = float(element * model.vocab_size * model.hidden_size if trained_of_ends(model, workload) else 0)
+        of_layers = bucket - (head if head <= bucket else 0)
         gone_D = _gone_at_first_gradient(workload, cluster.num_ranks)
         return cls(
             model=model,
             workload=workload,
             states=state_bytes(model, workload, cluster),
-            live=live,
-            arriving=arriving,
+            gathered=Gathered.of(model, workload),
             bucket=bucket,
+            copied=min(bucket, trained) if stage == 3 else 0.0,
+            sent_layers=int(of_layers // (element * trained_of_layer(model, workload))),
+            head=head,
             gone_D=np.zeros_like(gone_D) if workload.micro_batches > 1 else gone_D,
             step_D=_step_bytes(model, workload, cluster),
         )
@@ -218,26 +235,46 @@ class StandingMemory:
 def memory_moments(standing: StandingMemory, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
     """Memory of every rank of a job that shares sequences; leading dimensions of the arguments are kept."""
     model, workload, states = standing.model, standing.workload, standing.states
-    stays = stays_on_device(grouping.cluster, model, workload, tokens_D)
+    stage, stays = workload.zero_stage, stays_on_device(grouping.cluster, model, workload, tokens_D)
     layer = layer_memory(model, workload, LayerShare.of_sequence(model, workload, grouping, tokens_D, heads_D))
-    activations = layer.kept_by_all
+    activations, of_one = layer.kept_by_all, layer.kept
     if workload.activation_checkpointing:
         activations = (1 if workload.offload_activations else model.num_layers) * layer.given + stays.activations
+        of_one = layer.given
     resting = MemoryParts(**{name: states[name] + getattr(stays, name) for name in ("weights", "optimizer_state")})
+    begun = states["gradients"] if stage == 3 or workload.micro_batches > 1 else 0.0
+    if stage < 2 and workload.micro_batches == 1:
+        late = states["gradients"] - (0 if model.tied_embeddings else standing.head)
+        gradients = np.maximum(late - activations + of_one, standing.head)
+    else:
+        gradients = np.maximum(states["gradients"] - standing.gone_D * activations, 0.0)
     working = replace(
         resting,
-        gradients=np.maximum(states["gradients"] - standing.gone_D * activations, 0.0),
-        gathered=standing.live,
+        gradients=gradients,
+        gathered=standing.gathered.in_layers,
         activations=activations,
         bucket=standing.bucket,
     )
-    backward = backward_moments(
-        working, layer, logit_bytes(model, workload, tokens_D), checkpointed=workload.activation_checkpointing
-    )
-    stage = workload.zero_stage
-    return {
-        **backward,
-        "loss": replace(backward["loss"], gathered=standing.live + standing.arriving),
+    logits, of_head = logit_bytes(model, workload, tokens_D), head_bytes(model, workload, tokens_D)
+    moments = dict(backward_moments(working, layer, logits, checkpointed=workload.activation_checkpointing))
+    begins = replace(working, gradients=begun, bucket=standing.bucket if stage == 3 else 0.0)
+    earlier = standing.head if workload.has_loss_tiles else 0.0
+    moments |= {
+        "forward": replace(
+            begins,
+            gathered=standing.gathered.in_layers + standing.gathered.arriving,
+            layer=layer.of_mlp if workload.activation_checkpointing else normed_bytes(model, workload, tokens_D),
+        ),
+        "loss": replace(begins, gathered=standing.gathered.at_loss, logits=logits, gradients=begun + earlier),
+        "head": replace(
+            begins, gathered=standing.gathered.at_loss, logits=of_head, gradients=begun + earlier + standing.head
+        ),
+        "embedding": replace(
+            working,
+            activations=0.0,
+            gradients=states["gradients"] + (standing.head if stage >= 2 else 0.0),
+            bucket=standing.bucket + standing.copied,
+        ),
         "step": replace(
             resting,
             gradients=states["gradients"] if stage in (0, 3) else 0.0,
@@ -245,17 +282,43 @@ def memory_moments(standing: StandingMemory, grouping: Grouping, tokens_D: Float
             step=standing.step_D,
         ),
     }
+    if standing.copied and standing.sent_layers < model.num_layers:
+        moments["sent"] = replace(
+            working,
+            activations=np.maximum(activations - standing.sent_layers * of_one, 0.0),
+            layer=(layer.kept if workload.activation_checkpointing else 0.0) + layer.given + 2 * layer.matrix,
+            bucket=standing.bucket + standing.copied,
+        )
+    return moments
 
 
-def _gathered(model: ModelSpec, workload: Workload) -> tuple[float, float]:
-    """Bytes of parameters that ZeRO-3 has gathered, and of those that are under way."""
-    if workload.zero_stage != 3:
-        return 0.0, 0.0
-    count, buffers = model.num_parameters, workload.buffers
-    element = weight_bytes(model, workload) / count  # of a parameter in the mean
-    least = 2 * model.layer_parameters + model.vocab_size * model.hidden_size
-    live = element * max(min(buffers.live_parameters, count), min(least, count))
-    return live, element * min(buffers.prefetch_bucket, count)
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Bytes of parameters that ZeRO-3 has gathered on a rank, of which `Buffers` says how many it gathers ahead."""
+
+    in_layers: float = 0.0
+    at_loss: float = 0.0
+    arriving: float = 0.0  # buffers in which several arrived, until the last of these is used
+
+    @classmethod
+    def of(cls, model: ModelSpec, workload: Workload) -> Gathered:
+        """DeepSpeed gathers ahead until it has its limit, and then half a matrix more in the mean, or the embedding.
+
+        Without DeepSpeed's buffers two layers and the head are gathered, as FSDP does.
+        """
+        if workload.zero_stage != 3:
+            return cls()
+        element, buffers, all_bytes = workload.element_bytes, workload.buffers, weight_bytes(model, workload)
+        of_layer, head = layer_weight_bytes(model, workload), element * model.vocab_size * model.hidden_size
+        if not buffers.live_parameters:
+            held = min(2 * of_layer + head, all_bytes)
+            return cls(held, held)
+        limit = float(element * buffers.live_parameters)
+        if all_bytes - head < limit:
+            limit = all_bytes
+        beyond = 0.5 * element * model.mlp_size * model.hidden_size * max(model.num_experts, 1)
+        arriving = min(element * buffers.prefetch_bucket, all_bytes - head)
+        return cls(min(max(limit + beyond, of_layer), all_bytes), min(max(limit, head), all_bytes), arriving)
 
 
 def _gone_at_first_gradient(workload: Workload, num_ranks: int) -> Floats:
@@ -272,16 +335,24 @@ def _gone_at_first_gradient(workload: Workload, num_ranks: int) -> Floats:
 
 
 def _step_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> Floats:
-    """Bytes made by the optimizer's step on every rank, ``[D]``: ZeRO-3 by groups of parameters, ZeRO-0 by tensors."""
-    buffers = workload.buffers
+    """Bytes made by the optimizer's step on every rank, ``[D]``: ZeRO-3 by groups of parameters, ZeRO-0 by tensors.
+
+    Gradients of the own part are joined and copied into fp32. In ZeRO 1 and 2 they are counted here themselves, and the
+    norm of the largest comes before, in fp64.
+    """
+    buffers, element = workload.buffers, workload.element_bytes
     own_D = trained_parameters(model, workload) * owned_share_D(workload, cluster)
+    largest = model.hidden_size * max(model.vocab_size, model.mlp_size)
+    if workload.zero_stage == 0:
+        return np.full(cluster.num_ranks, float(largest * buffers.optimizer_bytes))
+    joined: float = element if element < WIDE else 0
     if workload.zero_stage == 3:
         own_D = np.minimum(own_D, buffers.sub_group)
-    if workload.zero_stage == 0:
-        largest = model.hidden_size * max(model.vocab_size, model.mlp_size)
-        return np.full(cluster.num_ranks, float(largest * buffers.optimizer_bytes))
-    on_device = 0 if workload.offload_optimizer else 1
-    return np.asarray(on_device * own_D * (WIDE + buffers.optimizer_bytes))
+        made_D = own_D * (WIDE + max(joined, buffers.optimizer_bytes))
+    else:
+        made_D = own_D * (WIDE + max(element + joined, buffers.optimizer_bytes))
+        made_D = np.maximum(made_D, own_D * element + np.minimum(own_D, largest) * 2 * WIDE)
+    return np.asarray((0 if workload.offload_optimizer else 1) * made_D)
 
 
 def saved_bytes(cluster: Cluster, model: ModelSpec, work: Workload) -> Floats:

@@ -34,11 +34,11 @@ def cost_model(*memory_gib, replicas=1, **work):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_rank_keeps_the_same_part_of_its_room_free(stage):
     buffers = Buffers(sub_group=10**12)  # so that the step of ZeRO-3, too, grows with what a rank owns
-    equal = cost_model(80, 48, 40, zero_stage=stage, buffers=buffers)
+    equal = cost_model(96, 60, 52, zero_stage=stage, buffers=buffers)
     schedule = proportional([1, 1, 1], MODEL.num_heads, MODEL.num_kv_heads)
     weights = weights_by_memory([(equal, schedule)])
     assert all(more > less for more, less in pairwise(weights))
-    weighted = cost_model(80, 48, 40, zero_stage=stage, zero_weights=weights, buffers=buffers)
+    weighted = cost_model(96, 60, 52, zero_stage=stage, zero_weights=weights, buffers=buffers)
     moments = weighted.memory_moments(*weighted.arrays(schedule)).values()
     free = np.min(
         [(weighted.capacity_bytes_D - at.total) / partitioned_parts(at, weighted.workload) for at in moments], axis=0
@@ -49,11 +49,11 @@ def test_every_rank_keeps_the_same_part_of_its_room_free(stage):
 
 def test_a_model_that_equal_shares_do_not_fit_fits_by_memory():
     schedule = proportional([1, 1], MODEL.num_heads, MODEL.num_kv_heads)
-    equal = cost_model(80, 56, zero_stage=1)
+    equal = cost_model(100, 72, zero_stage=1)
     before = equal.predict(schedule)
     assert not before.feasible
     weights = weights_by_memory([(equal, schedule)])
-    assert cost_model(80, 56, zero_stage=1, zero_weights=weights).predict(schedule).feasible
+    assert cost_model(100, 72, zero_stage=1, zero_weights=weights).predict(schedule).feasible
 
 
 def test_replicas_share_one_copy():
