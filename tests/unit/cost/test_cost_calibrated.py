@@ -279,19 +279,20 @@ def test_model_states_follow_weights_and_replicas():
 
 def _states(two, **work):
     """Weights, gradients and optimizer state of two ranks that train micro-batches, where gradients add up."""
-    begun = moments(MODEL, two, ring(2, 8, 4), micro_batches=2, **work)["loss"]
+    begun = moments(MODEL, two, ring(2, 8, 4), micro_batches=2, **work)["forward"]
     return begun.weights + begun.gradients + begun.optimizer_state
 
 
 def test_activations_count_once_per_layer():
     one = cluster(1)
     kept = moments(MODEL, one, ulysses(1, 8, 4))
-    # Per token and layer: two norms, each 512 in fp32 and two times in 2 bytes; 8 heads x 64 before the output
-    # projection and 4 x 2048, 2 bytes each; q, output, k and v (8 + 8 + 4 + 4) x 64, 2 bytes each, and 8 log-sum-exps
-    # in fp32.
-    layer = 4096 * (2 * 8 * 512 + 2 * (512 + 4 * 2048) + 2 * 24 * 64 + 4 * 8)
+    # Per token and layer: two norms, each 512 in fp32 and two times in 2 bytes; 4 x 2048, 2 bytes each; q, output, k
+    # and v (8 + 8 + 4 + 4) x 64, 2 bytes each, and 8 log-sum-exps in fp32.
+    layer = 4096 * (2 * 8 * 512 + 2 * 4 * 2048 + 2 * 24 * 64 + 4 * 8)
     assert kept["loss"].activations.item() == 4 * layer
-    assert kept["mlp"].layer.item() == 2 * 4096 * (2 * 2048 + 512)  # gradients of the widest part
+    assert (
+        kept["mlp"].layer.item() == 2 * 4096 * (2 * 2048 + 512) + 2 * 512 * 2048
+    )  # gradients of the widest part, and a matrix
     thrifty = moments(MODEL, one, ulysses(1, 8, 4), activation_checkpointing=True)
     assert thrifty["loss"].activations.item() == 4 * 2 * 4096 * 512
     assert thrifty["mlp"].layer.item() == layer + kept["mlp"].layer.item()
@@ -300,22 +301,29 @@ def test_activations_count_once_per_layer():
 
 def test_logits_take_the_memory_of_a_tile_or_of_all_tokens():
     one = cluster(1)
-    assert moments(MODEL, one, ulysses(1, 8, 4))["loss"].logits.item() == 1024 * 1000 * 14
-    assert moments(MODEL, one, ulysses(1, 8, 4), tiled_logits=False)["loss"].logits.item() == 4096 * 1000 * 14
+    final_norm = 4096 * 512 * (4 + 2 + 2)  # fp32, normalized, output
+    tiled, whole = (
+        moments(MODEL, one, ulysses(1, 8, 4), tiled_logits=each)["loss"].logits.item() for each in (True, False)
+    )
+    assert tiled == 1024 * 1000 * (2 + 2 + 4) + final_norm + 4096 * 512 * 2  # logits, gradient, fp32; tiles' gradients
+    assert whole == 4096 * 1000 * (2 + 2) + 1024 * 1000 * 4 + final_norm  # a chunk in fp32
 
 
 def test_tiles_have_the_size_that_is_asked_for_and_ranks_have_as_many():
-    """3,072 and 1,024 tokens of two sequences: 6 tiles of 512 on the first rank, of 171 on the second."""
+    """3,072 and 1,024 tokens of two sequences: 2 tiles of 1,536 on the first rank, of 512 on the second."""
     uneven, two = plan(((0,), (3,), (8,)), ((1,), (1,), (8,))), cluster(1, 1)
-    work = {"micro_batch": 2, "tile_tokens": 512, "tiled_mlp": True, "activation_checkpointing": True}
+    work = {"micro_batch": 2, "tile_tokens": 1536, "tiled_mlp": True, "activation_checkpointing": True}
     tiled = moments(MODEL, two, uneven, **work)
-    assert tiled["loss"].logits.tolist() == [2 * tokens * 1000 * 14 for tokens in (512, 171)]
-    larger = moments(MODEL, two, uneven, **{**work, "tile_tokens": 1024})
+    assert tiled["loss"].logits.tolist() == [
+        2 * at_once * 1000 * 4 + 1024 * 1000 * 4 + 2 * tokens * 512 * 10
+        for at_once, tokens in ((1536, 3072), (512, 1024))
+    ]
+    larger = moments(MODEL, two, uneven, **{**work, "tile_tokens": 3072})
     of_token = 2 * 2 * 3 * MODEL.mlp_size  # bytes of a token: inner activations and their gradients
-    more = [2 * tokens * of_token for tokens in (512, 342 - 171)]
+    more = [2 * tokens * of_token for tokens in (1536, 512)]
     assert (larger["mlp"].layer - tiled["mlp"].layer).tolist() == more
     whole = moments(MODEL, two, uneven, **{**work, "tiled_logits": False})
-    assert whole["loss"].logits.max() == 2 * 3072 * 1000 * 14
+    assert whole["loss"].logits.max() == 2 * 3072 * 1000 * 4 + 1024 * 1000 * 4 + 2 * 3072 * 512 * 8
 
 
 def test_ring_buffers_hold_the_longest_visitor():
@@ -427,5 +435,8 @@ def test_a_tiled_mlp_takes_one_forward_more_and_the_memory_of_a_tile():
     before, after = (each.predict(schedule) for each in (whole, tiled))
     assert after.block_s - before.block_s == pytest.approx(2 * MODEL.mlp_parameters * length / 1e12, rel=1e-3)
     layers = [each.memory_moments(*each.arrays(schedule))["mlp"].layer for each in (whole, tiled)]
-    width = 3 * MODEL.mlp_size * 2  # bytes of a token: what the MLP keeps, and as much again of gradients
-    assert float((layers[0] - layers[1])[0]) == pytest.approx(2 * width * (length - 4096))
+    # What the MLP keeps, its gradients and one of a matrix go; its norm makes its backward's: five fp32 copies,
+    # input and gradient, less what the norm had made for the MLP.
+    width, norm = 2 * (6 * MODEL.mlp_size + 512), 512 * (5 * 4 + 4 + 2 - 8)
+    saved = (width - norm) * length + 2 * 512 * MODEL.mlp_size
+    assert float((layers[0] - layers[1])[0]) == pytest.approx(saved)

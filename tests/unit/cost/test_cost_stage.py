@@ -48,8 +48,7 @@ def test_one_device_takes_what_its_own_cost_model_says(checkpointing, causal):
         assert option.layer_s == pytest.approx(alone.block_s(*flat), 1e-9)
         assert option.last_s == pytest.approx(alone.outside_blocks_s(flat[1])["loss_s"], 1e-9)
         kept = alone.memory_moments(*flat)["loss"].activations[0] / MODEL.num_layers
-        copied = 0 if checkpointing else 2 * 4096 * 2 * MODEL.hidden_size  # attention's output, where heads travel
-        assert option.memory.kept_bytes == pytest.approx(kept - copied, 1e-9)
+        assert option.memory.kept_bytes == pytest.approx(kept, 1e-9)
 
 
 def test_tensor_parallelism_divides_work_and_adds_all_reduces():
@@ -82,7 +81,7 @@ def test_tensor_stages_cut_embedding_head_and_logits_and_add_all_reduces():
 
 @pytest.mark.parametrize("inner", INNER)
 def test_tiles_count_in_every_kind_of_stage_that_computes_them(inner):
-    """The logits of llama-3.1-8b at 32,768 tokens take 39 GiB, and 1.2 GiB in tiles of 1,024."""
+    """The logits of llama-3.1-8b at 32,768 tokens and their gradient take 16 GiB, and 1 GiB in tiles of 1,024."""
     assert inner not in {**SECTION_KEYS["tile_tokens"].refused, **SECTION_KEYS["tile_tokens"].idle}
     work, size = replace(WORK, seq_len=32768), 1 if inner == "one" else 2
     whole, tiled = (
@@ -94,7 +93,8 @@ def test_tiles_count_in_every_kind_of_stage_that_computes_them(inner):
     )
     held = 32768 // (size if inner == "sequence" else 1)
     words = MODEL.vocab_size // (size if inner == "tensor" else 1)
-    assert whole.memory.logits - tiled.memory.logits == (held - 1024) * words * 14
+    gradients = 2 * held * MODEL.hidden_size // (size if inner == "tensor" else 1)  # of the tiles
+    assert whole.memory.logits - tiled.memory.logits == (held - 1024) * words * 4 - gradients
     assert tiled.memory_bytes(1, True, True, 1) < whole.memory_bytes(1, True, True, 1)
     assert tiled.backward_s > whole.backward_s  # MLPs and logits are computed again
     assert tiled.last_s > whole.last_s
