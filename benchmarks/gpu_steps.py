@@ -477,15 +477,23 @@ def _show(result: dict[str, Any]) -> None:
         passes = " ".join(f"{each:.3f}" for each in row["passes_s"])
         times = _beside(row.get("predicted_s"), row["step_s"])
         sizes = [f"{row[key] / 2**30:.2f}" for key in ("peak_bytes", "reserved_bytes")]
-        memory = _beside(row.get("predicted_bytes"), row["peak_bytes"], 2**30)
+        memory = _beside(row.get("predicted_bytes"), _whole_peak(row), 2**30)
         table.add_row(row["name"], f"{row['step_s']:.3f}", passes, times, *sizes, memory)
     Console(width=None if sys.stdout.isatty() else 170).print(table)
     measured = [row for row in result["jobs"] if "error" not in row]
-    for key, what in (("step_s", "seconds"), ("peak_bytes", "bytes")):
-        predicted = "predicted_s" if key == "step_s" else "predicted_bytes"
-        errors = [abs(row[predicted] / row[key] - 1) for row in measured if row.get(predicted)]
+    for predicted, what, value in (
+        ("predicted_s", "seconds", lambda row: row["step_s"]),
+        ("predicted_bytes", "bytes", _whole_peak),
+    ):
+        errors = [abs(row[predicted] / value(row) - 1) for row in measured if row.get(predicted)]
         if errors:
             print(f"{what}: {len(errors)} predictions, median error {median(errors):.1%}, largest {max(errors):.1%}")
+
+
+def _whole_peak(row: dict[str, Any]) -> float:
+    """Bytes at the peak, with those of an optimizer that did not step."""
+    peak: float = row["peak_bytes"] + row.get("missing_bytes", 0)
+    return peak
 
 
 def _beside(predicted: float | None, measured: float, unit: float = 1.0) -> str:
