@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, Rates, usual_reserve, with_attention
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link, Node
+from ds_hetero.common.reading import MAX_RANKS
 from ds_hetero.common.text import GB, GIB
 from ds_hetero.cost.workload import OPTIMIZER_BYTES, Buffers, Workload
 from ds_hetero.models import ModelSpec
@@ -128,7 +129,13 @@ def _with_kernel(card: DeviceSpec, kernel: str, rates: Rates, own: Mapping[str, 
 
 
 def cluster_of(row: Row, count: int, constants: Constants | None = None) -> Cluster:
-    """``count`` cards of a row, in nodes as large as the row's."""
+    """``count`` cards of a row, in nodes as large as the row's.
+
+    Raises:
+        CannotExpressError: there are more of them than a plan has.
+    """
+    if count > MAX_RANKS:
+        raise CannotExpressError(f"more than {MAX_RANKS:,} cards")
     card = card_of(row, constants)
     entry = CATALOGUE.get(base_of(row["gpu"]))
     inner = 16 * GB if entry is None else entry.link_bytes_per_s
