@@ -23,6 +23,7 @@ from ds_hetero.models import load_model
 from ds_hetero.models.configs import Training, adapter_parameters, adapter_widths, read_training
 from ds_hetero.planner import plan
 from ds_hetero.planner.memory import advise, best_schedule, longest_sequence
+from ds_hetero.planner.memory import stacks
 from ds_hetero.values.baselines import ulysses
 
 LLAMA = load_model("llama-3.1-8b")
@@ -154,12 +155,17 @@ def test_offloads_free_nothing_of_a_card_whose_memory_is_the_machines():
     cluster = cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": 25}})
     schedule = ulysses(2, LLAMA.num_heads, LLAMA.num_kv_heads)
 
-    def at(seq_len=8192, **work):
-        return make_cost_model("calibrated", cluster, LLAMA, Workload(seq_len=seq_len, **work)).predict(schedule)
+    def cost_of(seq_len=8192, **work):
+        return make_cost_model("calibrated", cluster, LLAMA, Workload(seq_len=seq_len, **work))
+
+    def at(*args, **work):
+        return cost_of(*args, **work).predict(schedule)
 
     plain, optimizer = at(), at(offload_optimizer=True)
     half = LLAMA.num_parameters / 2
-    assert optimizer.memory_bytes[0] - plain.memory_bytes[0] == pytest.approx(2 * half, rel=1e-6)
+    stays, goes = (stacks(cost_of(offload_optimizer=off), schedule)[0].optimizer_state for off in (False, True))
+    assert goes - stays == pytest.approx(2 * half, rel=1e-6)
+    assert optimizer.memory_bytes[0] > plain.memory_bytes[0]
     assert plain.memory_bytes[1] - optimizer.memory_bytes[1] > 11 * half
     assert optimizer.host_bytes == (0, pytest.approx(14 * half, rel=1e-6))
     held, moved = at(2**17), at(2**17, offload_activations=True)
