@@ -206,7 +206,7 @@ def workload_of(row: Row, model: ModelSpec, constants: Constants | None = None) 
     """Batch of one replica, in the bytes of the framework of the row."""
     replicas, ranks = number(row, "dp"), number(row, "sp") * number(row, "cp")
     gradient, optimizer = _bytes_per_parameter(row)
-    is_quantized = row["peft"] == "qlora"
+    is_quantized, of_all = row["peft"] == "qlora", (constants or {}).get(ALL_CARDS, {})
     return Workload(
         seq_len=number(row, "seq_len"),
         micro_batch=number(row, "micro_batch"),
@@ -223,7 +223,7 @@ def workload_of(row: Row, model: ModelSpec, constants: Constants | None = None) 
         offload_activations="activations" in row["offload"],
         offload_optimizer="optimizer" in row["offload"],
         offload_parameters="parameters" in row["offload"],
-        logit_bytes=_logit_bytes(row) or (constants or {}).get(ALL_CARDS, {}).get("logit_bytes", _LOGIT_BYTES),
+        logit_bytes=None if _is_own(row) else _logit_bytes(row) or of_all.get("logit_bytes", _LOGIT_BYTES),
         adapter_rank=_rank(row) if row["peft"] != "full" else 0,
         trains_embedding=row["peft"] == "lora+emb",
         quantization=("gptq" if row["source"].startswith("QwenLM") else "nf4") if is_quantized else None,
@@ -231,6 +231,11 @@ def workload_of(row: Row, model: ModelSpec, constants: Constants | None = None) 
         data_parallel=replicas,
         zero_cluster=cluster_of(row, replicas * ranks, constants) if replicas > 1 else None,
     )
+
+
+def _is_own(row: Row) -> bool:
+    """Whether the row is of this engine, which has a loss of its own."""
+    return row["source"].startswith("ds_hetero") or row["where"].startswith("run.json of")
 
 
 def _logit_bytes(row: Row) -> float | None:

@@ -154,7 +154,7 @@ def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> Lay
 
 
 def logit_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
-    """What the loss needs, ``[D]``.
+    """Bytes that the loss needs, ``[D]``.
 
     Logits of a tile, or of all tokens, and their gradient, with the softmax of a chunk in fp32; beside them the tokens
     of the final norm.
@@ -168,13 +168,13 @@ def logit_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Float
 
 
 def head_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
-    """What the head's gradient is made of, ``[D]``: the gradient of logits and the tokens of the final norm."""
+    """Bytes that the head's gradient is made of, ``[D]``: gradients of logits and the tokens of the final norm."""
     tokens = _logit_tokens(workload, tokens_D)
     return model.vocab_size * workload.element_bytes * tokens + normed_bytes(model, workload, tokens_D)
 
 
 def normed_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
-    """What the final norm keeps, and the gradients of a tiled loss."""
+    """Bytes that the final norm keeps, and the gradients of a tiled loss, ``[D]``."""
     kept = WIDE if workload.adapter_rank else WIDE + 2 * workload.element_bytes
     gradients = workload.element_bytes if workload.has_loss_tiles else 0
     return workload.micro_batch * tokens_D * model.hidden_size * (kept + gradients)

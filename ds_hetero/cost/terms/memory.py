@@ -235,61 +235,66 @@ class StandingMemory:
 def memory_moments(standing: StandingMemory, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
     """Memory of every rank of a job that shares sequences; leading dimensions of the arguments are kept."""
     model, workload, states = standing.model, standing.workload, standing.states
-    stage, stays = workload.zero_stage, stays_on_device(grouping.cluster, model, workload, tokens_D)
+    checkpointed, stays = (
+        workload.activation_checkpointing,
+        stays_on_device(grouping.cluster, model, workload, tokens_D),
+    )
     layer = layer_memory(model, workload, LayerShare.of_sequence(model, workload, grouping, tokens_D, heads_D))
     activations, of_one = layer.kept_by_all, layer.kept
-    if workload.activation_checkpointing:
+    if checkpointed:
         activations = (1 if workload.offload_activations else model.num_layers) * layer.given + stays.activations
         of_one = layer.given
     resting = MemoryParts(**{name: states[name] + getattr(stays, name) for name in ("weights", "optimizer_state")})
-    begun = states["gradients"] if stage == 3 or workload.micro_batches > 1 else 0.0
-    if stage < 2 and workload.micro_batches == 1:
-        late = states["gradients"] - (0 if model.tied_embeddings else standing.head)
-        gradients = np.maximum(late - activations + of_one, standing.head)
-    else:
-        gradients = np.maximum(states["gradients"] - standing.gone_D * activations, 0.0)
     working = replace(
         resting,
-        gradients=gradients,
+        gradients=_gradients_in_backward(standing, activations, of_one),
         gathered=standing.gathered.in_layers,
         activations=activations,
         bucket=standing.bucket,
     )
-    logits, of_head = logit_bytes(model, workload, tokens_D), head_bytes(model, workload, tokens_D)
-    moments = dict(backward_moments(working, layer, logits, checkpointed=workload.activation_checkpointing))
-    begins = replace(working, gradients=begun, bucket=standing.bucket if stage == 3 else 0.0)
-    earlier = standing.head if workload.has_loss_tiles else 0.0
-    moments |= {
-        "forward": replace(
-            begins,
-            gathered=standing.gathered.in_layers + standing.gathered.arriving,
-            layer=layer.of_mlp if workload.activation_checkpointing else normed_bytes(model, workload, tokens_D),
-        ),
-        "loss": replace(begins, gathered=standing.gathered.at_loss, logits=logits, gradients=begun + earlier),
-        "head": replace(
-            begins, gathered=standing.gathered.at_loss, logits=of_head, gradients=begun + earlier + standing.head
-        ),
-        "embedding": replace(
-            working,
-            activations=0.0,
-            gradients=states["gradients"] + (standing.head if stage >= 2 else 0.0),
-            bucket=standing.bucket + standing.copied,
-        ),
-        "step": replace(
-            resting,
-            gradients=states["gradients"] if stage in (0, 3) else 0.0,
-            bucket=standing.bucket if stage == 3 else 0.0,
-            step=standing.step_D,
-        ),
-    }
+    logits = logit_bytes(model, workload, tokens_D)
+    moments = dict(backward_moments(working, layer, logits, checkpointed=checkpointed))
     if standing.copied and standing.sent_layers < model.num_layers:
         moments["sent"] = replace(
             working,
             activations=np.maximum(activations - standing.sent_layers * of_one, 0.0),
-            layer=(layer.kept if workload.activation_checkpointing else 0.0) + layer.given + 2 * layer.matrix,
+            layer=(layer.kept if checkpointed else 0.0) + layer.given + 2 * layer.matrix,
             bucket=standing.bucket + standing.copied,
         )
-    return moments
+    of_norm = layer.of_mlp if checkpointed else normed_bytes(model, workload, tokens_D)
+    of_head = head_bytes(model, workload, tokens_D)
+    return moments | _moments_of_ends(standing, resting, working, of_norm, (logits, of_head))
+
+
+def _gradients_in_backward(standing: StandingMemory, activations: Bytes, of_one: Bytes) -> Bytes:
+    """Gradients at the moment of the backward at which they and the activations, ``of_one`` layer each, are most."""
+    workload, states = standing.workload, standing.states
+    if workload.zero_stage >= 2 or workload.micro_batches > 1:
+        return np.maximum(states["gradients"] - standing.gone_D * activations, 0.0)
+    late = states["gradients"] - (0 if standing.model.tied_embeddings else standing.head)
+    return np.maximum(late - activations + of_one, standing.head)
+
+
+def _moments_of_ends(
+    standing: StandingMemory, resting: MemoryParts, working: MemoryParts, of_norm: Bytes, of_loss: tuple[Bytes, Bytes]
+) -> Moments:
+    """Moments outside the layers' backward; ``of_loss`` are bytes of logits, and of what makes the head's gradient."""
+    stage, gathered, head = standing.workload.zero_stage, standing.gathered, standing.head
+    of_all, (logits, of_head) = standing.states["gradients"], of_loss
+    begun = of_all if stage == 3 or standing.workload.micro_batches > 1 else 0.0
+    earlier = begun + (head if standing.workload.has_loss_tiles else 0.0)
+    bucket = standing.bucket if stage == 3 else 0.0
+    begins = replace(working, gradients=begun, bucket=bucket)
+    arrived = replace(begins, gathered=gathered.in_layers + gathered.arriving, layer=of_norm)
+    at_loss = replace(begins, gathered=gathered.at_loss)
+    ends = replace(working, activations=0.0, bucket=standing.bucket + standing.copied)
+    return {
+        "forward": arrived,
+        "loss": replace(at_loss, logits=logits, gradients=earlier),
+        "head": replace(at_loss, logits=of_head, gradients=earlier + head),
+        "embedding": replace(ends, gradients=of_all + (head if stage >= 2 else 0.0)),
+        "step": replace(resting, gradients=of_all if stage in (0, 3) else 0.0, bucket=bucket, step=standing.step_D),
+    }
 
 
 @dataclass(frozen=True, slots=True)

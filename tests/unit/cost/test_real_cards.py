@@ -22,8 +22,7 @@ from ds_hetero.errors import ClusterError, PlanError
 from ds_hetero.models import load_model
 from ds_hetero.models.configs import Training, adapter_parameters, adapter_widths, read_training
 from ds_hetero.planner import plan
-from ds_hetero.planner.memory import advise, best_schedule, longest_sequence
-from ds_hetero.planner.memory import stacks
+from ds_hetero.planner.memory import advise, best_schedule, longest_sequence, stacks
 from ds_hetero.values.baselines import ulysses
 
 LLAMA = load_model("llama-3.1-8b")
