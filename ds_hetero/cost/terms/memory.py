@@ -263,7 +263,7 @@ def memory_moments(standing: StandingMemory, grouping: Grouping, tokens_D: Float
         )
     of_norm = layer.of_mlp if checkpointed else normed_bytes(model, workload, tokens_D)
     of_head = head_bytes(model, workload, tokens_D)
-    return moments | _moments_of_ends(standing, resting, working, of_norm, (logits, of_head))
+    return {**moments, **_moments_of_ends(standing, resting, working, of_norm, (logits, of_head))}
 
 
 def _gradients_in_backward(standing: StandingMemory, activations: Bytes, of_one: Bytes) -> Bytes:
