@@ -43,6 +43,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.fake_gpu.jobs import SETTINGS, Setting, config_of
+from benchmarks.fit.training import in_4_bits
 from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.results import FOLDER, header, write
 from ds_hetero.cluster import cluster_from_dict
@@ -235,7 +236,8 @@ def _alone(job: Alone) -> dict[str, Any]:
         os.environ[name] = value
     os.environ["MASTER_PORT"] = "0"
     where = default_device()
-    dist.init_process_group("nccl" if where.type == "cuda" else "gloo", store=_store(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("nccl" if where.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
     config = config_of(job.model, job.layers, job.length)
     handle = ds_hetero.register()
     schedule = ring(1, config["num_attention_heads"], config["num_key_value_heads"])
@@ -274,7 +276,7 @@ def _model(job: Alone, config: dict[str, Any], ds_config: dict[str, Any]) -> Any
     with default_device(), cut:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
     if job.quantized:
-        model = _in_4_bits(model)
+        model = in_4_bits(model, torch.bfloat16, default_device())
     if job.adapter_rank:
         from peft import LoraConfig, get_peft_model
 
@@ -282,32 +284,6 @@ def _model(job: Alone, config: dict[str, Any], ds_config: dict[str, Any]) -> Any
         model.enable_input_require_grads()
     model.train()
     return model
-
-
-def _in_4_bits(model: Any) -> Any:
-    """The same weights as bitsandbytes freezes them for QLoRA; embedding and head are not quantized."""
-    from transformers import BitsAndBytesConfig
-
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        bnb_4bit_quant_storage=torch.bfloat16,
-    )
-    weights = {name: weight.cpu() for name, weight in model.state_dict().items()}
-    kind, config = type(model), model.config
-    del model
-    gc.collect()
-    torch.cuda.empty_cache()
-    return kind.from_pretrained(
-        None,
-        config=config,
-        state_dict=weights,
-        quantization_config=quantization,
-        device_map={"": default_device()},
-        dtype=torch.bfloat16,
-    )
 
 
 # --- one rank of many
@@ -344,14 +320,8 @@ def _fill_weights(model: nn.Module) -> None:
 @contextlib.contextmanager
 def _one_of(rank: int, world_size: int) -> Iterator[list[Tensor]]:
     """Be one rank of a world of which nothing arrives; the list is what the others say in the next forward pass."""
-    import importlib
-    from datetime import timedelta
+    from benchmarks.fake_gpu.device import fake_group, post_each
 
-    from benchmarks.fake_gpu.device import post_each
-    from ds_hetero.runtime import collectives, replica
-
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    dist.init_process_group("fake", store=_store(), rank=rank, world_size=world_size)
     replies: list[Tensor] = []
 
     def all_gather(parts: list[Tensor], own: Tensor, *args: Any, **options: Any) -> Any:
@@ -394,17 +364,12 @@ def _one_of(rank: int, world_size: int) -> Iterator[list[Tensor]]:
         (dist, "reduce_scatter", reduce_scatter),
         (dist, "all_gather", all_gather),
         (dist, "batch_isend_irecv", posted),
-        (collectives, "start_watch", lambda *args: None),
         *((dist, name, filled(getattr(dist, name))) for name in names),
-        *((module, "timeout_of_job", lambda: timedelta(minutes=30)) for module in (collectives, replica)),
     ]
-    try:
-        with contextlib.ExitStack() as stack:
-            for owner, name, value in answers:
-                stack.enter_context(mock.patch.object(owner, name, value))
-            yield replies
-    finally:
-        dist.destroy_process_group()
+    with fake_group(rank, world_size), contextlib.ExitStack() as stack:
+        for owner, name, value in answers:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield replies
 
 
 def _fill(out: Tensor, own: Tensor) -> None:
@@ -416,10 +381,6 @@ def _fill(out: Tensor, own: Tensor) -> None:
     if whole:
         out[:whole].view(-1, own.numel()).copy_(own.expand(whole // own.numel(), -1))
     out[whole:].copy_(own[: out.numel() - whole])
-
-
-def _store() -> Any:
-    return dist.HashStore()  # type: ignore[attr-defined]
 
 
 # --- what is measured

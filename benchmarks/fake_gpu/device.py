@@ -41,11 +41,24 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def rank_of(rank: int, world_size: int) -> Iterator[None]:
+    """Let this process be one rank of `fake_group`, on the device."""
+    with fake_group(rank, world_size), _answers():
+        yield
+
+
+@contextmanager
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
     """Let this process be one rank of a world whose other ranks take part in every message and do nothing else."""
+    from ds_hetero.runtime import collectives, replica
+
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)  # type: ignore[no-untyped-call]
     try:
-        with _answers():
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(collectives, "start_watch", lambda *args: None))  # of peers
+            for module in (collectives, replica):
+                patch = mock.patch.object(module, "timeout_of_job", lambda: datetime.timedelta(minutes=30))
+                stack.enter_context(patch)
             yield
     finally:
         dist.destroy_process_group()
@@ -53,8 +66,8 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def _answers() -> Iterator[None]:
-    """Answer what the engine and torch ask of CUDA: which device, how long groups wait, which operators there are."""
-    from ds_hetero.runtime import collectives, replica
+    """Answer what the engine and torch ask of CUDA: which device, which operators there are."""
+    from ds_hetero.runtime import collectives
     from ds_hetero.runtime.attention import batch_layout, channel, local_batch
     from ds_hetero.runtime.attention.kernels import torch_native
 
@@ -64,10 +77,8 @@ def _answers() -> Iterator[None]:
         (torch.cuda, "current_device", lambda: 0),
         (nn.Module, "_apply", _apply_unless_same(nn.Module._apply)),
         (Tensor, "data_ptr", lambda tensor: 0),  # of an allocator that aligns what it hands out
-        (collectives, "start_watch", lambda *args: None),  # of peers, which are not there
         (dist, "batch_isend_irecv", post_each),
         (channel, "pairs_by_order", lambda group: True),
-        *((module, "timeout_of_job", lambda: datetime.timedelta(minutes=30)) for module in (collectives, replica)),
         *((module, "message_device", lambda *args: where) for module in (collectives, batch_layout, local_batch)),
     ]
     lifts_cpu_only = torch._C._only_lift_cpu_tensors()

@@ -9,11 +9,14 @@ from __future__ import annotations
 import gc
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_hetero.cost.workload import Buffers, Workload
 from ds_hetero.models import model_from_config
 from ds_hetero.models.shapes import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 STEPS = 4
 BUCKET_ELEMENTS = 512 * 512  # what transformers' "auto" comes to
@@ -169,12 +172,13 @@ def make_step(rank: int, case: Case) -> Any:
 def _model(case: Case, config: dict[str, Any]) -> Any:
     """The model of a case, with its adapters; ``config`` is DeepSpeed's."""
     import deepspeed
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with deepspeed.zero.Init(config_dict_or_path=config) if _starts_in_parts(case) else nullcontext():
         model = LlamaForCausalLM(LlamaConfig(**case.config))
     if case.quantized:
-        model = _in_4_bits(model, bf16=case.bf16)
+        model = in_4_bits(model, torch.bfloat16 if case.bf16 else torch.float32, torch.device("cpu"))
     if not case.adapter_rank:
         return model
     from peft import LoraConfig, get_peft_model
@@ -187,12 +191,10 @@ def _starts_in_parts(case: Case) -> bool:
     return case.zero_stage == 3 and not case.quantized
 
 
-def _in_4_bits(model: Any, *, bf16: bool) -> Any:
-    """The same weights as bitsandbytes freezes them for QLoRA; embedding and head are not quantized."""
-    import torch
+def in_4_bits(model: Any, dtype: torch.dtype, where: torch.device) -> Any:
+    """The same weights as bitsandbytes freezes them for QLoRA, there; embedding and head are not quantized."""
     from transformers import BitsAndBytesConfig
 
-    dtype = torch.bfloat16 if bf16 else torch.float32
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -203,8 +205,8 @@ def _in_4_bits(model: Any, *, bf16: bool) -> Any:
     return type(model).from_pretrained(
         None,
         config=model.config,
-        state_dict=model.state_dict(),
+        state_dict={name: weight.cpu() for name, weight in model.state_dict().items()},
         quantization_config=quantization,
-        device_map={"": "cpu"},
+        device_map={"": where},
         dtype=dtype,
     )
