@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.elastic.training import make_model, trained
+from tests.integration.tiny import SMALL_BUCKETS
 from tests.support import run_deepspeed
 
 
@@ -24,7 +25,7 @@ def _check_bytes(rank, stage):
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **SMALL_BUCKETS},
         "zero_allow_untested_optimizer": True,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

@@ -21,6 +21,7 @@ import pytest
 from benchmarks.emulation.network import EmulationError, Network, emulate
 from benchmarks.emulation.relay import DEVICE
 from ds_hetero.cli import main
+from tests.integration.tiny import SMALL_BUCKETS
 from tests.support import ROOT, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]  # ranks that import everything, under four launchers
@@ -68,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, network: Network) -> Path:
     plan.write_text(json.dumps(json.loads(plan.read_text()) | {"num_heads": 10, "num_kv_heads": 5} | SCHEDULE))
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": 1, **SMALL_BUCKETS},
         "heterogeneity": {"schedule": str(plan)},
     }
     (folder / "ds_config.json").write_text(json.dumps(config))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.integration.tiny import CLIP, adam, assert_same_parameters, parameters
+from tests.integration.tiny import CLIP, SMALL_BUCKETS, adam, assert_same_parameters, parameters
 from tests.support import run_deepspeed
 
 WIDTH, BATCH, STEPS = 24, 4, 5
@@ -47,7 +47,7 @@ def _batches(count: int) -> list[tuple[Tensor, Tensor]]:
 def _config(stage: int, **section: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": BATCH,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **SMALL_BUCKETS},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 1.0,
         "sequence_parallel_size": 1,
