@@ -51,7 +51,7 @@ def one_process() -> tuple[list[float], dict[str, np.ndarray]]:
     return norms, parameters(expected)
 
 
-@pytest.mark.sweep(keep=7)
+@pytest.mark.sweep(keep=5)
 @pytest.mark.parametrize(("stage", "reduce_scatter"), STAGES)
 @pytest.mark.parametrize("schedule", [UNEVEN_2, REPLICAS], ids=["one replica", "replicas of 3 and 1"])
 def test_every_loss_convention_on_every_stage_equals_one_process(

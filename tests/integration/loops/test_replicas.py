@@ -175,7 +175,7 @@ def _refuse(rank: int) -> list[str]:
         pytest.param(0, False, marks=pytest.mark.slow),
         (1, True),
         pytest.param(2, False, marks=pytest.mark.slow),
-        (3, False),
+        pytest.param(3, False, marks=pytest.mark.slow),
     ],
     ids=["0", "1, a stream", "2", "3"],
 )
@@ -259,9 +259,7 @@ def trainer_of_one_process() -> Any:
     return one_process(_train, None, {"eval_strategy": "epoch"})
 
 
-@pytest.mark.parametrize(
-    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
-)
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
 def test_the_trainer_equals_one_process(stage: int, trainer_of_one_process: Any) -> None:
     expected_logs, expected = trainer_of_one_process
     for logs, trained in ranks(_train, 4, stage, {"eval_strategy": "epoch"}):

@@ -24,7 +24,7 @@ from ds_hetero.errors import CheckpointError
 from ds_hetero.job.checkpoints import MANIFEST, begin, draft_of, publish, recover
 from tests.integration.tiny import UNEVEN_2, batches, ds_config, llama
 from tests.integration.trainer.test_trainer import make_trainer
-from tests.support import ROOT, run_deepspeed
+from tests.support import run_deepspeed, run_to_the_end
 
 REPLICAS = {
     "version": 1,
@@ -67,24 +67,25 @@ def train(handle: Any, engine: Any, steps: int = 1) -> None:
 
 _OLD = {"a_model_states.pt": "old", "b_optim_states.pt": "old", MANIFEST: "old", "notes.txt": "of the user"}
 _NEW = {"a_model_states.pt": "new", MANIFEST: "new"}
-_DIE_AT = f"""
-import os, signal, sys
-from pathlib import Path
-from ds_hetero.job.checkpoints import begin, publish
-folder, last = Path(sys.argv[1]), int(sys.argv[2])
-calls = 0
-def hook(event, args):
-    global calls
-    if event in ("os.remove", "os.rmdir") or event in ("os.mkdir", "os.rename", "open") and "/t" in str(args[0]):
-        calls += 1
-        if calls > last:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(hook)
-draft = begin(folder)
-for name, text in {_NEW}.items():
-    Path(draft, name).write_text(text)
-publish(folder)
-"""
+
+
+def _die_at(rank: int, folder: Path, last: int) -> None:
+    """Publish a checkpoint, killed at the call of the file system after so many."""
+    calls = 0
+
+    def count(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal calls
+        if event in ("os.remove", "os.rmdir") or (event in ("os.mkdir", "os.rename", "open") and "/t" in str(args[0])):
+            calls += 1
+            if calls > last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    draft = begin(folder)
+    for name, text in _NEW.items():
+        Path(draft, name).write_text(text)
+    publish(folder)
+    os._exit(0)
 
 
 def _contents(folder: Path) -> dict[str, str]:
@@ -98,17 +99,15 @@ def test_a_death_at_any_call_of_the_file_system_leaves_the_old_or_the_new_checkp
         folder.mkdir(parents=True)
         for name, text in _OLD.items():
             Path(folder, name).write_text(text)
-        code = subprocess.run(
-            [sys.executable, "-c", _DIE_AT, str(folder), str(calls)], env={**os.environ, "PYTHONPATH": str(ROOT)}
-        ).returncode
+        (ending,) = run_to_the_end(_die_at, 1, folder, calls)
         recover(folder)
         contents = _contents(folder)
         assert contents in (_OLD, {**_NEW, "notes.txt": "of the user"}), calls
         outcomes.append(contents[MANIFEST])
-        if code == 0:
+        if ending.code == 0:
             break
-        assert code == -signal.SIGKILL
-    assert code == 0 and calls >= 10
+        assert ending.code == -signal.SIGKILL, ending.output
+    assert ending.code == 0 and calls >= 10
     assert outcomes == sorted(outcomes, reverse=True) and set(outcomes) == {"old", "new"}
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 

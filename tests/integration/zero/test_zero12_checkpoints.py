@@ -145,8 +145,14 @@ LOADS: dict[str, tuple[int, int, Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.sweep(keep=7)
-@pytest.mark.parametrize(("world_size", "stage", "weights", "zero", "tag"), LOADS.values(), ids=LOADS)
+_QUICK = ("stock by A", "B by two, offload", "two by A, round robin")
+
+
+@pytest.mark.sweep(keep=5)
+@pytest.mark.parametrize(
+    ("world_size", "stage", "weights", "zero", "tag"),
+    [pytest.param(*load, id=name, marks=[] if name in _QUICK else pytest.mark.slow) for name, load in LOADS.items()],
+)
 def test_every_layout_and_number_of_ranks_loads_every_other(
     world_size: int, stage: int, weights: Any, zero: dict[str, Any], tag: str, saved: tuple[str, dict[str, Any]]
 ) -> None:

@@ -25,7 +25,7 @@ from tests.integration.tiny import (
 )
 from tests.support import run_deepspeed
 
-STEPS = 10
+STEPS = 5
 STATES = ("exp_avg", "exp_avg_sq")
 # Every rank is a replica of its own.
 ONE_EACH = {
@@ -110,7 +110,13 @@ def states(engine: Any) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize(("weights", "more"), CASES.values(), ids=CASES)
+_SLOW = ("2 ranks", "no overlap", "sequential")
+
+
+@pytest.mark.parametrize(
+    ("weights", "more"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in _SLOW)) for name, case in CASES.items()],
+)
 def test_training_equals_that_of_equal_shards(weights: tuple[float, ...], more: dict[str, Any]) -> None:
     run_deepspeed(_train_both, len(weights), weights, more)
 

@@ -46,7 +46,13 @@ def reference(world: int, micro_batches: int) -> tuple[list[float], list[float],
     return losses, norms, {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("world", "more"), CASES.values(), ids=CASES)
+_SLOW = ("2 + 1", "no reduce_scatter")
+
+
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in _SLOW)) for name, case in CASES.items()],
+)
 def test_training_equals_that_of_one_process(world: int, more: dict[str, Any]) -> None:
     micro_batches = more.get("gradient_accumulation_steps", 1)
     losses, norms, expected = reference(world, micro_batches)

@@ -268,11 +268,11 @@ def _run(capsys, *arguments):
 
 
 def test_the_command_ends_with_0_where_it_fits_1_where_not_and_2_on_bad_input(capsys):
-    job = ("--gpus", "5090,3090x2", "--model", "llama-3.2-1b", "--tiled-loss")
+    job = ("--gpus", "5090,3090", "--model", "llama-3.2-1b", "--tiled-loss")
     code, printed = _run(capsys, *job, "--seq-len", 8192, "--json", "--what-if", "add=3090", "--what-if", "remove=1")
     report = json.loads(printed.out)
     assert code == 0 and report["fits"] and not report["advice"]
-    assert [stack["rank"] for stack in report["ranks"]] == [0, 1, 2]
+    assert [stack["rank"] for stack in report["ranks"]] == [0, 1]
     assert all(stack["free"] > 0 for stack in report["ranks"])
     more, fewer = report["what_if"]
     assert more["longest_sequence"] > report["longest_sequence"] > fewer["longest_sequence"]
@@ -293,6 +293,7 @@ def test_what_if_shows_other_clusters_after_todays_remedy_or_says_why_they_do_no
     assert not printed.err  # the progress bar is for a terminal
 
 
+@pytest.mark.slow
 def test_a_million_tokens_take_tiles_offload_and_uneven_shares(capsys):
     """The commands of docs/before-you-buy.md that end with an error."""
     job = ("--gpus", "4xA100-80GB | 4xL40S", "--network", 25, "--model", "llama-3.1-8b", "--seq-len", 1048576)

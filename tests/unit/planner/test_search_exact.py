@@ -105,7 +105,10 @@ def test_refuses_what_would_take_for_ever():
         solve_exact(make_problem(cost)[0])
 
 
-@pytest.mark.parametrize(("cost_model", "num_ranks"), [("published", 4), ("published", 5), ("calibrated", 4)])
+@pytest.mark.parametrize(
+    ("cost_model", "num_ranks"),
+    [("published", 4), pytest.param("published", 5, marks=pytest.mark.slow), ("calibrated", 4)],
+)
 def test_the_search_is_near_the_optimum(cost_model, num_ranks):
     """A sample of ``python -m benchmarks.planner exact``, whose 200 clusters per cost model are the real figure."""
     gaps = []

@@ -173,7 +173,7 @@ def test_names_of_nodes_do_not_matter():
     for order in ([0, 1, 2], [2, 0, 1]):
         nodes = [{"name": f"x{i}", "device": data[i][0], "count": data[i][1]} for i in order]
         cluster = cluster_from_dict({"nodes": nodes, "network": network})
-        steps.append(plan_pipelines(cluster, MODEL, WORK, 16, effort_s=0.5).step_s)
+        steps.append(plan_pipelines(cluster, MODEL, WORK, 16, effort_s=0.2).step_s)
     assert steps[0] == pytest.approx(steps[1], rel=0.02)
 
 
@@ -182,16 +182,31 @@ def test_money_leaves_dear_devices_out():
     network = {"bandwidth_gb_per_s": 10, "latency_us": 10}
     prices = {"A800-SXM-80GB": {"price_per_hour": 1.0}, "RTX-3090": {"price_per_hour": 50.0}}
     cluster = cluster_from_dict({"nodes": nodes, "network": network, "devices": prices})
-    cheap = plan_pipelines(cluster, MODEL, WORK, 16, objective="cost", effort_s=0.3)
+    search = {"effort_s": 0.1, "from_published": False}
+    cheap = plan_pipelines(cluster, MODEL, WORK, 16, objective="cost", **search)
     assert set(cheap.plan.ranks) <= {0, 1, 2, 3}
-    fast = plan_pipelines(cluster, MODEL, WORK, 16, effort_s=0.3)
+    fast = plan_pipelines(cluster, MODEL, WORK, 16, **search)
     assert fast.step_s <= cheap.step_s * (1 + 1e-9)
-    limited = plan_pipelines(cluster, MODEL, WORK, 16, objective="cost", at_most_s=fast.step_s * 1.01, effort_s=0.3)
+    limited = plan_pipelines(cluster, MODEL, WORK, 16, objective="cost", at_most_s=fast.step_s * 1.01, **search)
     assert limited.step_s <= fast.step_s * 1.01
 
 
 def make_costs(cluster):
     return [CalibratedStageCosts(cluster, MODEL, WORK)]
+
+
+@pytest.fixture(scope="module")
+def small_plan():
+    """A plan of eight samples for the case study, hardly searched for."""
+    return plan_pipelines(CASE, MODEL, WORK, 8, costs=make_costs(CASE)[0], effort_s=0.02).plan
+
+
+@pytest.fixture(scope="module")
+def small_plan_of_13b():
+    """The same of the larger model."""
+    model = load_model("llama-2-13b")
+    costs = CalibratedStageCosts(CASE, model, WORK)
+    return plan_pipelines(CASE, model, WORK, 8, costs=costs, effort_s=0.02).plan
 
 
 def test_any_single_device_may_be_lost():
@@ -222,10 +237,9 @@ def test_nothing_lost_moves_nothing_and_new_nodes_are_used():
     ("change", "message"),
     [({"lost": [99]}, r"lost ranks \[99\] do not exist"), ({"lost": range(8)}, "all 8 ranks are lost")],
 )
-def test_losses_that_cannot_be_are_refused(change, message):
-    plan = plan_pipelines(CASE, MODEL, WORK, 8, costs=make_costs(CASE)[0], effort_s=0.02).plan
+def test_losses_that_cannot_be_are_refused(change, message, small_plan):
     with pytest.raises(PlanError, match=message):
-        replan(plan, CASE, make_costs, **change)
+        replan(small_plan, CASE, make_costs, **change)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +259,7 @@ def test_what_cannot_be_planned_says_why(change, message):
         plan_pipelines(**arguments)
 
 
+@pytest.mark.slow
 def test_a_plan_of_192_devices_is_not_slower_than_that_of_another_planner():
     nodes = [
         {"name": "h100", "device": "H100-SXM-80GB", "count": 8, "repeat": 8},
@@ -389,22 +404,22 @@ def test_bad_input_is_one_message(arguments, message, capsys):
         (["replan", *OPTIONS[2:], "--cluster", "workstation-4090-3090", "--lost", "0"], "the cluster has ranks 0 to 1"),
     ],
 )
-def test_plans_that_do_not_belong_and_losses_that_cannot_be_are_one_message(command, message, tmp_path, capsys):
-    path, model = tmp_path / "plan.json", load_model("llama-2-13b")
-    costs = CalibratedStageCosts(CASE, model, WORK)
-    path.write_text(json.dumps(plan_pipelines(CASE, model, WORK, 8, costs=costs, effort_s=0.02).plan.to_dict()))
+def test_plans_that_do_not_belong_and_losses_that_cannot_be_are_one_message(
+    command, message, small_plan_of_13b, tmp_path, capsys
+):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(small_plan_of_13b.to_dict()))
     assert run([*command, "--plan", str(path)]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1
 
 
-def test_a_plan_of_another_model_or_cluster_is_refused(tmp_path, capsys):
+def test_a_plan_of_another_model_or_cluster_is_refused(small_plan, tmp_path, capsys):
     path = tmp_path / "plan.json"
-    plan = plan_pipelines(CASE, MODEL, WORK, 8, costs=make_costs(CASE)[0], effort_s=0.02).plan
-    path.write_text(json.dumps(plan.to_dict()))
+    path.write_text(json.dumps(small_plan.to_dict()))
     assert run(["simulate", *OPTIONS, "--plan", str(path)]) == 2
     assert "num_layers=32, but llama-2-13b has 40" in capsys.readouterr().err
     small = replace(CASE, nodes=CASE.nodes[:1])
     with pytest.raises(PlanError, match="ranks 0 to 2"):
-        judge_plan(make_costs(small)[0], plan, Objective.of("time", [], 1))
+        judge_plan(make_costs(small)[0], small_plan, Objective.of("time", [], 1))
