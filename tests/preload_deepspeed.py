@@ -24,6 +24,7 @@ import tqdm
 import transformers.models.llama.modeling_llama
 import transformers.trainer  # noqa: F401
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 import ds_hetero.registration  # noqa: F401
 
@@ -41,6 +42,10 @@ for name in (  # what libraries import late, and the oldest releases that are te
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+
+# A bucket of the default size is 2 GB, which deterministic mode fills with NaN in every rank.
+DeepSpeedZeroConfig.model_fields["reduce_bucket_size"].default = 10**6
+DeepSpeedZeroConfig.model_rebuild(force=True)
 
 # tqdm's own lock is a semaphore for processes, which a rank that ends by os._exit would leave behind.
 tqdm.tqdm.set_lock(threading.RLock())

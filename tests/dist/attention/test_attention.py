@@ -48,26 +48,26 @@ def _few_or_many(few, many):
     )
 
 
-@pytest.mark.sweep(keep=1)
-@_few_or_many(few=[(1, 20), (2, 25), (3, 25), (4, 25)], many=[(1, 40), (2, 100), (3, 100), (4, 100)])
+@pytest.mark.sweep(keep=2)
+@_few_or_many(few=[(1, 10), (2, 12), (3, 12), (4, 16)], many=[(1, 40), (2, 100), (3, 100), (4, 100)])
 def test_random_schedules_models_and_masks_equal_one_process(world_size, num_cases):
     run_ranks(_check_cases, world_size, num_cases, (torch.float64, torch.float32), timeout_s=240)
 
 
-@pytest.mark.sweep(keep=1)
-@_few_or_many(few=[(2, 15), (3, 30), (4, 40)], many=[(2, 60), (3, 120), (4, 160)])
+@pytest.mark.sweep(keep=2)
+@_few_or_many(few=[(2, 10), (3, 15), (4, 20)], many=[(2, 60), (3, 120), (4, 160)])
 def test_random_placements_of_documents_equal_one_process(world_size, num_cases):
     run_ranks(_check_cases, world_size, num_cases, (torch.float64, torch.float32), True, timeout_s=240)
 
 
 @pytest.mark.sweep(keep=1)
-@_few_or_many(few=[(3, 15), (4, 25)], many=[(3, 40), (4, 80), (6, 50)])
+@_few_or_many(few=[(3, 10), (4, 15)], many=[(3, 40), (4, 80), (6, 50)])
 def test_random_routes_between_nodes_equal_one_process(world_size, num_cases):
     run_ranks(_check_routes, world_size, num_cases, timeout_s=240)
 
 
 def test_routes_between_nodes_equal_one_process_where_lanes_yield():
-    run_ranks(_check_routes, 4, 30, nccl_rules=False)
+    run_ranks(_check_routes, 4, 15, nccl_rules=False)
 
 
 def _check_routes(rank, num_cases):
@@ -83,8 +83,8 @@ def _check_routes(rank, num_cases):
 @pytest.mark.parametrize(
     ("nodes", "per_node", "num_cases"),
     [
-        (2, 1, 15),
-        (2, 2, 15),
+        (2, 1, 10),
+        (2, 2, 10),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in [(2, 1, 30), (2, 2, 50), (2, 3, 30), (3, 1, 30)]),
     ],
 )
@@ -105,7 +105,7 @@ def _check_by_heads(rank, nodes, per_node, num_cases):
 
 
 @pytest.mark.sweep(keep=1)
-@_few_or_many(few=[(2, 10), (3, 16), (4, 24)], many=[(2, 40), (3, 60), (4, 100)])
+@_few_or_many(few=[(2, 8), (3, 10), (4, 12)], many=[(2, 40), (3, 60), (4, 100)])
 def test_tokens_that_others_hold_outside_attention_equal_one_process(world_size, num_cases):
     """Two hundred placements in the slow suite, of every kind of lane; fp64 to 1e-12."""
     counts = run_ranks(_check_moves, world_size, num_cases, timeout_s=240)
@@ -131,7 +131,7 @@ def test_half_precision_equals_one_process():
 
 def test_lanes_that_would_wait_yield_where_messages_have_tags():
     """The order in which lanes go on depends on what has arrived, which NCCL's rules would not allow; gloo's do."""
-    run_ranks(_check_cases, 4, 40, (torch.float64,), True, nccl_rules=False)
+    run_ranks(_check_cases, 4, 20, (torch.float64,), True, nccl_rules=False)
 
 
 def test_lanes_of_the_backward_in_reverse_equal_one_process():
@@ -147,7 +147,7 @@ def _check_in_reverse(rank, num_cases):
 
 @pytest.mark.parametrize("by_documents", [False, True])
 def test_kernels_that_take_many_blocks_at_a_time_equal_one_process(by_documents):
-    run_ranks(_check_cases, 3, 60, (torch.float64, torch.float32), by_documents, _Packing)
+    run_ranks(_check_cases, 3, 25, (torch.float64, torch.float32), by_documents, _Packing)
 
 
 class _Packing(TorchKernel):

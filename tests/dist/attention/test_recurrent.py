@@ -31,9 +31,12 @@ from tests.dist.attention.cases import Case, random_case
 from tests.support import run_ranks
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_random_placements_equal_the_whole_sequence(world_size: int) -> None:
-    run_ranks(_check_all, world_size, range(24))
+@pytest.mark.parametrize(
+    ("world_size", "seeds"),
+    [(2, range(12)), (4, range(12)), *(pytest.param(n, range(12, 24), marks=pytest.mark.slow) for n in (2, 4))],
+)
+def test_random_placements_equal_the_whole_sequence(world_size: int, seeds: range) -> None:
+    run_ranks(_check_all, world_size, seeds)
 
 
 def _check_all(rank: int, seeds: range) -> None:

@@ -223,8 +223,14 @@ def trained(model):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    [
+        pytest.param(name, tied, id=name + ", tied" * tied, marks=[pytest.mark.slow] * (tied == number % 2))
+        for number, name in enumerate(PLANS)
+        for tied in (False, True)
+    ],
+)
 def test_unequal_stages_train_as_one_process(name, tied):
     """A prime number of words, which no degree divides, and a word without a gradient as an input."""
     changes = {"tie_word_embeddings": tied, "vocab_size": VOCAB + 3, "pad_token_id": VOCAB // 2 + 3}

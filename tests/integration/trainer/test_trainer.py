@@ -147,7 +147,14 @@ def _training_of_one_process(batch_size: int, num_samples: int, steps: int) -> A
     return one_process(_train, None, UNEVEN_2, {**options, "per_device_train_batch_size": batch_size})
 
 
-@pytest.mark.parametrize(("world_size", "schedule", "stage", "num_samples", "steps"), CASES.values(), ids=CASES)
+# Of one replica; the other cases show these stages as well.
+_SLOW = ("one replica, stage 1", "one replica, stage 3")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedule", "stage", "num_samples", "steps"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in _SLOW)) for name, case in CASES.items()],
+)
 def test_training_equals_one_process(world_size: int, schedule: Any, stage: int, num_samples: int, steps: int) -> None:
     options = {"num_samples": num_samples, "gradient_accumulation_steps": steps, "eval_strategy": "epoch"}
     batch_size = world_size // sum(len(group["ranks"]) for group in schedule["groups"])
