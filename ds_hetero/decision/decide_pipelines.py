@@ -6,7 +6,7 @@ No collectives, no devices, no framework: the same facts give the same plan ever
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,16 +35,9 @@ class PipelineFacts:
     no_inners: Mapping[str, str]  # why ranks cannot share the work of a stage of this model, by the way
 
     @property
-    def left_out(self) -> Mapping[str, str]:
-        """Ways in which no stage of the job may share its work, and why."""
-        asked = [(path, key) for path, _, key in _asked_keys(self.job.section)]
-        by_key = {inner: f'"{path}": {key.refused[inner]}' for path, key in asked for inner in key.refused}
-        return {**by_key, **self.no_inners}
-
-    @property
     def inners(self) -> tuple[str, ...]:
         """Ways in which several ranks may share the work of a stage."""
-        return tuple(inner for inner in INNERS if inner not in self.left_out)
+        return tuple(inner for inner in INNERS if inner not in self.no_inners)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +49,12 @@ class SearchedPipelines:
     facts: PipelineFacts  # for which it was searched
 
 
-def check_pipeline_section(section: HeterogeneitySection, inners: Collection[str]) -> None:
-    """Refuse keys that stages of pipelines do not follow. Raises `ConfigError`: names key, value and what to do.
-
-    Args:
-        inners: kinds of the plan's stages; where one is searched for, those that are always possible.
-    """
+def check_pipeline_section(section: HeterogeneitySection) -> None:
+    """Refuse keys that pipelines do not follow. Raises `ConfigError`: names key, value and what to do."""
     for path, value, key in _asked_keys(section):
-        if kind := next((inner for inner in inners if inner in key.refused), None):
-            where = "pipelines" if set(key.refused) == set(INNER) else f'stages that are "inner": "{kind}"'
+        if key.refused:
             raise ConfigError(
-                f'"{SECTION}.{path}": {json.dumps(value)} cannot be used with {where}: {key.refused[kind]}. '
-                "Leave it out."
+                f'"{SECTION}.{path}": {json.dumps(value)} cannot be used with pipelines: {key.refused}. Leave it out.'
             )
 
 
@@ -135,7 +122,7 @@ def global_batch_of(training: TrainingFacts, plan: Plan | None = None) -> int:
 
 def check_pipelines_searchable(facts: JobFacts) -> None:
     """Refuse what is impossible whatever is measured. Raises `ConfigError`, or `ModelError`: no cost model fits."""
-    check_pipeline_section(facts.section, ("one",))
+    check_pipeline_section(facts.section)
     global_batch_of(facts.training)
     _spec_of(facts)
 

@@ -178,7 +178,7 @@ def searched_text(searched: SearchedPipelines) -> str:
         f"{rival.value / planned.value:.2f} x {rival.name}" if rival.value is not None else f"no {rival.name}"
         for rival in planned.rivals.values()
     ]
-    lines += [f"not {inner + ':':8}{reason}" for inner, reason in searched.facts.left_out.items()]
+    lines += [f"not {inner + ':':8}{reason}" for inner, reason in searched.facts.no_inners.items()]
     lines.append(f"searched:   {time_text(planned.search_s)}; {', '.join(against)}")
     return "\n".join(lines)
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from ds_hetero.decision.batches import as_whole
 from ds_hetero.decision.decide import JobStart, sp_size_of
-from ds_hetero.decision.decide_pipelines import inners_of
 from ds_hetero.decision.facts import JobFacts
 from ds_hetero.decision.start_text import announce
 from ds_hetero.engine.adapters import Adapters, ElasticState, ModelAdapter, SplitModel, StagedModel
@@ -43,7 +42,6 @@ from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.placement import Placer
 from ds_hetero.values.plans import Plan
-from ds_hetero.values.plans.section_keys import SECTION_KEYS
 from ds_hetero.values.section import SECTION
 
 T = TypeVar("T")
@@ -374,8 +372,7 @@ def _stragglers(start: JobStart, replanning: Replanning | None) -> Stragglers:
     search: PlanSearch
     remedy: Remedy | None
     if start.is_of_pipelines:
-        can_move = not SECTION_KEYS["replan.enabled"].refused.keys() & set(inners_of(start.plan))
-        search, remedy = LayerSearch(start.section.replan.min_gain), OF_LAYERS if can_move else None
+        search, remedy = LayerSearch(start.section.replan.min_gain), OF_LAYERS
     else:
         search, remedy = ScheduleSearch(start), OF_TOKENS if has_schedules_to_change(start.plan) else OF_SAMPLES
     return Stragglers(lambda seen: search.predicted_gain(current.plan, seen), remedy)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, placement_types
 from torch.profiler import record_function
 
 from ds_hetero.errors import SyncError
@@ -85,6 +85,17 @@ class Shard:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter or gradient, be it a DTensor or not; without autograd."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def held_box(tensor: Tensor) -> Box:
+    """This rank's part of a parameter: all of it, or its shard of a DTensor, which is cut as torch.chunk does."""
+    box = [(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor) and isinstance(placement := tensor.placements[0], placement_types.Shard):
+        size, mesh = tensor.shape[placement.dim], tensor.device_mesh
+        step = -(-size // mesh.size())
+        start = min(step * mesh.get_local_rank(), size)
+        box[placement.dim] = start, min(start + step, size)
+    return tuple(box)
 
 
 class BucketTransfer:

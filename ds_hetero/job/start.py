@@ -36,7 +36,7 @@ from ds_hetero.decision.decide import (
     replica_size,
     sp_size_of,
 )
-from ds_hetero.decision.decide_pipelines import check_pipeline_section, idle_keys, inners_of
+from ds_hetero.decision.decide_pipelines import check_pipeline_section, idle_keys
 from ds_hetero.decision.facts import JobFacts, TrainingFacts
 from ds_hetero.decision.start_text import announce, forecast_text, pipelines_text, plan_text, searched_text
 from ds_hetero.errors import ConfigError
@@ -383,7 +383,7 @@ def agree_on_request(
             return Request(section, None)
         plan = given_plan(section, world.size)
         if plan is not None and is_of_pipelines(plan, section):
-            check_pipeline_section(section, inners_of(plan))
+            check_pipeline_section(section)
         return Request(section, plan)
 
     by_rank = world.on_all_ranks(read_own)

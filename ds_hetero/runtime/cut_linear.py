@@ -25,6 +25,15 @@ class CutLinears:
         self._group = group
         self._taken: tuple[Tensor, Tensor] | None = None  # the last input, and what layers of columns take for it
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a layer of columns has run and none of rows after it, so that activations are cut."""
+        return self._taken is not None
+
+    def leave(self) -> None:
+        """Take activations to be whole: a recomputation that had all it needed may have ended inside."""
+        self._taken = None
+
     def columns(self, compute: Callable[[Tensor], Tensor], x_bLI: Tensor) -> Tensor:
         """Outputs of this rank's columns.
 

@@ -31,7 +31,6 @@ from ds_hetero.decision.decide_pipelines import (
     check_pipelines_searchable,
     global_batch_of,
     idle_keys,
-    inners_of,
     pipelines_workload,
     search_pipelines,
 )
@@ -176,7 +175,7 @@ def _pipelines(
         model: without weights, where one was given that transformers can build.
     """
     section = facts.section
-    check_pipeline_section(section, ("one",) if plan is None else inners_of(plan))
+    check_pipeline_section(section)
     if plan is not None:
         expect_supported_keys(ds_config, pipelines=True)
         global_batch_of(facts.training, plan)

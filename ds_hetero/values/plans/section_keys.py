@@ -10,20 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_hetero.values.plans.plan import INNER
-
 
 @dataclass(frozen=True, slots=True)
 class SectionKey:
     """Effect of one key. ``idle``: why, by the kinds of stages in which it has no effect; rank 0 says so."""
 
-    refused: Mapping[str, str] = field(default_factory=dict)  # why, by the kinds of stages with which it is refused
+    refused: str = ""  # why, where it is
     idle: Mapping[str, str] = field(default_factory=dict)
     off: tuple[Any, ...] = ()  # values with which it asks for nothing
 
 
 def _refused(why: str, *off: Any) -> SectionKey:
-    return SectionKey(refused=dict.fromkeys(INNER, why), off=off)
+    return SectionKey(refused=why, off=off)
 
 
 _FOLLOWED = SectionKey()
@@ -40,9 +38,7 @@ SECTION_KEYS: Mapping[str, SectionKey] = {
         idle=dict.fromkeys(("one", "tensor"), "such stages compute the attention that the model was built with"),
         off=(None,),
     ),
-    "replan.enabled": SectionKey(
-        refused={"tensor": "it moves layers, and shards of tensor parallelism stay where they are"}, off=(False,)
-    ),
+    "replan.enabled": _FOLLOWED,
     "replan.report_only": _FOLLOWED,
     "layout": _refused("the schedules of the plan's stages have theirs", None),
     "batch": _refused("the batches of pipelines are those of the plan", None),

@@ -17,7 +17,7 @@ from tests.integration.pipelines.test_pipelines import (
     train_alone,
     trained,
 )
-from tests.integration.tiny import compute_in
+from tests.integration.tiny import VOCAB, compute_in
 from tests.support import run_deepspeed
 
 pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
@@ -30,7 +30,19 @@ SEQUENCE = plan_of(
     pipeline(2, 3, sequence_stage([0, 1], [0, 3], [3, 1], [3, 1]), {"ranks": [2], "layers": [3, 4]}),
     pipeline(1, 2, {"ranks": [3], "layers": [0, 4]}),
 )
+TENSOR = plan_of(
+    pipeline(1, 4, {"ranks": [1, 0], "layers": [0, 3], "inner": "tensor"}, {"ranks": [2], "layers": [3, 4]}),
+    pipeline(1, 2, {"ranks": [3], "layers": [0, 4]}),
+)
+TENSORS = plan_of(
+    pipeline(
+        1, 4, {"ranks": [0, 1], "layers": [0, 3], "inner": "tensor"},
+        {"ranks": [3, 2], "layers": [3, 4], "inner": "tensor"},
+    ),
+)  # fmt: skip
 MOVES = {
+    "tensor": (TENSOR, [([1, 3], [4]), ([2, 2], [4])]),
+    "tensors": (TENSORS, [([1, 3],), ([3, 1],), ([2, 2],)]),
     "one": (ONE, [([1, 3], [3, 1]), ([3, 1], [2, 2]), ([2, 2], [1, 3])]),
     "sequence": (SEQUENCE, [([1, 3], [4]), ([2, 2], [4])]),
 }
@@ -68,7 +80,8 @@ def moved_as_one_process(rank, name, changes, lora):
     expected = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         at = name.replace("lm_head", "model.embed_tokens") if name not in expected else name
-        worst = max(worst, (parameter - expected[at]).detach().abs().max().item())
+        full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        worst = max(worst, (full - expected[at]).detach().abs().max().item())
     engine.destroy()
     return worst, len(held_layers(model))
 
@@ -79,13 +92,20 @@ def held_layers(model):
 
 @pytest.mark.parametrize(
     ("name", "changes", "lora"),
-    [("one", {}, False), ("one", {"tie_word_embeddings": True}, False), ("sequence", {}, True)],
-    ids=["", "tied", "sequence stages and adapters"],
+    [
+        ("one", {}, False),
+        ("one", {"tie_word_embeddings": True}, False),
+        ("sequence", {}, True),
+        ("tensor", {}, True),
+        ("tensors", {"tie_word_embeddings": True, "vocab_size": VOCAB + 3}, False),
+    ],
+    ids=["", "tied", "sequence stages and adapters", "tensor stages and adapters", "tensor stages"],
 )
 def test_training_goes_on_as_on_one_process(name, changes, lora):
     outcomes = run_deepspeed(moved_as_one_process, 4, name, changes, lora)
     assert max(worst for worst, _ in outcomes) < 1e-12
-    assert [layers for _, layers in outcomes] == ([2, 2, 1, 3] if name == "one" else [2, 2, 2, 4])
+    layers = {"one": [2, 2, 1, 3], "tensors": [2, 2, 2, 2]}.get(name, [2, 2, 2, 4])
+    assert [held for _, held in outcomes] == layers
 
 
 SLOW_FROM, STEPS = 7, 32

@@ -26,7 +26,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.protocols import Content, State
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
-from ds_hetero.gradient_sync.transfers import move_owned
+from ds_hetero.gradient_sync.transfers import held_box, local_tensor, move_owned
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.watch import waiting_for_peers
@@ -224,8 +224,8 @@ class _Holding:
     old: Mapping[str, tuple[Box, ...]]  # boxes of what it owned, by parameter
     new: Mapping[str, tuple[Box, ...]]  # boxes of what it owns
     state: Mapping[str, Content]
-    frozen_before: Mapping[str, tuple[int, ...]]  # shapes of parameters that are not trained and that it held
-    frozen_after: Mapping[str, tuple[int, ...]]  # likewise, that it holds now
+    frozen_before: Mapping[str, Box]  # of parameters that are not trained, what it held
+    frozen_after: Mapping[str, Box]  # likewise, what it holds now
 
 
 def expect_movable(stage_model: nn.Module) -> None:
@@ -258,8 +258,8 @@ def move_layers(pipelined: PipelinedEngine, plan: Plan) -> None:
         old=old.owned_boxes,
         new=new.owned_boxes,
         state={name: _described(optimizer.inner.state.get(value, {}), value) for name, value in old.owned.items()},
-        frozen_before={name: tuple(tensor.shape) for name, tensor in before.items()},
-        frozen_after={name: tuple(tensor.shape) for name, tensor in after.items()},
+        frozen_before={name: held_box(parameter) for name, parameter in before.items()},
+        frozen_after={name: held_box(parameter) for name, parameter in after.items()},
     )
     by_rank = on_all_ranks(lambda: holding)
     old_boxes, new_boxes = [rank.old for rank in by_rank], [rank.new for rank in by_rank]
@@ -274,15 +274,15 @@ def move_layers(pipelined: PipelinedEngine, plan: Plan) -> None:
         if name in new.owned:
             new.owned[name].copy_(moved[_VALUE])
             states[name] = {key: moved.get(key, value) for key, value in described.items() if key != _VALUE}
-    _move_frozen(before, after, by_rank, device)
+    _move_frozen(before, after, by_rank, pipelined.plan)
     optimizer.take_over(new, states)
     new.gather()
     pipelined.plan = plan
     pipelined.engine.param_names = {parameter: name for name, parameter in stage.model.named_parameters()}
 
 
-def _frozen(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {name: parameter.data for name, parameter in parameters.items() if not parameter.requires_grad}
+def _frozen(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
 
 
 def _taken(owned: nn.Parameter | None, state: MutableMapping[Any, Any]) -> State:
@@ -297,21 +297,22 @@ def _described(state: Content, value: Tensor) -> State:
 
 
 def _move_frozen(
-    before: Mapping[str, Tensor], after: Mapping[str, Tensor], by_rank: list[_Holding], device: torch.device
+    before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter], by_rank: list[_Holding], plan: Plan
 ) -> None:
-    """Give every rank the parameters that are not trained and new on it, from the first rank that held them."""
-    names = dict.fromkeys(name for rank in by_rank for name in rank.frozen_before)
-    for name in names:
-        holders = [i for i, rank in enumerate(by_rank) if name in rank.frozen_before]
-        whole: Box = tuple((0, size) for size in by_rank[holders[0]].frozen_before[name])
-        lacking = [i for i, rank in enumerate(by_rank) if name in rank.frozen_after and i not in holders]
+    """Give every rank the parameters that are not trained and new on it, from the first stage of ``plan`` with them."""
+    own_rank, ranks = dist.get_rank(), range(len(by_rank))
+    for name in dict.fromkeys(name for rank in by_rank for name in rank.frozen_before):
+        holders = [i for i in ranks if name in by_rank[i].frozen_before]
+        lacking = [i for i in ranks if name in by_rank[i].frozen_after and i not in holders]
         if not lacking:
             continue
-        ranks = range(len(by_rank))
-        held = [[whole] if i == holders[0] else [] for i in ranks]
-        wanted = [[whole] if i in lacking else [] for i in ranks]
-        dtype = (before.get(name, after.get(name, torch.empty(0)))).dtype
-        values = {_VALUE: before[name].reshape(-1)} if dist.get_rank() == holders[0] else {}
-        moved = move_owned(values, held, wanted, {_VALUE: torch.empty(0, dtype=dtype, device=device)})
-        if dist.get_rank() in lacking:
-            after[name].copy_(moved[_VALUE].view(after[name].shape))
+        stage = plan.stage_of(holders[0])
+        assert stage is not None
+        senders = {by_rank[i].frozen_before[name]: i for i in reversed(stage.ranks)}  # of copies the first one
+        held = [[box for box, sender in senders.items() if sender == i] for i in ranks]
+        wanted = [[by_rank[i].frozen_after[name]] if i in lacking else [] for i in ranks]
+        example = local_tensor(before.get(name, after.get(name, torch.empty(0, device=default_device()))))
+        values = {_VALUE: example.reshape(-1)} if held[own_rank] else {}
+        moved = move_owned(values, held, wanted, {_VALUE: example})
+        if own_rank in lacking:
+            example.copy_(moved[_VALUE].view(example.shape))

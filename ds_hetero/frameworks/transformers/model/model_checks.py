@@ -38,7 +38,7 @@ from ds_hetero.runtime.data.shards import Batch, Entries
 _EXPERTS = "Experts"  # how transformers ends the names of the classes that hold the experts of a layer
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _TOKENWISE_TYPES = ("mlp", "moe")  # of layers without attention, beside recurrent ones
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 _POOLED = ("ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
 POOLS = (
     "{} has a head that pools over the whole sequence, of which each rank would give it a part. Call it with whole "
@@ -177,7 +177,7 @@ def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
     unknown = sorted({str(kind) for kind in common_value(config, "layer_types") or ()} - set(supported))
     if unknown:
         yield f"layers of type {', '.join(unknown)}; supported are {', '.join(supported)}"
-    for name in _DROPOUTS:
+    for name in DROPOUTS:
         if any(values := values_by_layer(config, name)):
             yield f"{name}={_only(values)}: dropout inside attention is not supported; set it to 0"
     for kind in _rope_types(common_value(config, "rope_parameters") or {}):

@@ -21,12 +21,13 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from ds_hetero.common.reading import read_file
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.gradient_sync.transfers import held_box
 from ds_hetero.runtime.data.shards import Entries
 
 _FILLED = "_is_hf_initialized"  # what transformers' initialization leaves alone
@@ -124,7 +125,7 @@ def fill_parameters(model: nn.Module, names: Mapping[str, str], device: torch.de
                 if stored is not None:
                     local.copy_(_read(stored, place.name, before))
                 else:
-                    local.copy_(_draw(pretrained, place, before, device)[_own_part(before)])
+                    local.copy_(_draw(pretrained, place, before, device)[_slices(before)])
             made[id(before)] = _like(before, local)
         place.module._parameters[place.attribute] = made[id(before)]
     if stored is not None:
@@ -148,7 +149,7 @@ def _read(stored: StoredWeights, name: str, parameter: Tensor) -> Tensor:
         raise ModelError(
             f"{name} is {list(stored.shape(name))} in the folder and {list(parameter.shape)} in the model."
         )
-    return stored.read(name, _own_part(parameter))
+    return stored.read(name, _slices(parameter))
 
 
 def _draw(pretrained: PretrainedModel, place: _Place, before: Tensor, device: torch.device) -> Tensor:
@@ -187,17 +188,9 @@ def _expect_one_draw(pretrained: PretrainedModel) -> None:
         )
 
 
-def _own_part(parameter: Tensor) -> tuple[slice, ...]:
+def _slices(parameter: Tensor) -> tuple[slice, ...]:
     """Of a whole parameter, what this rank has of it."""
-    whole = [slice(0, size) for size in parameter.shape]
-    if isinstance(parameter, DTensor) and isinstance(placement := parameter.placements[0], Shard):
-        coordinate = parameter.device_mesh.get_coordinate()
-        assert coordinate is not None
-        size, ranks = parameter.shape[placement.dim], parameter.device_mesh.size()
-        step = -(-size // ranks)  # as torch.chunk
-        start = min(coordinate[0] * step, size)
-        whole[placement.dim] = slice(start, min(start + step, size))
-    return tuple(whole)
+    return tuple(slice(start, stop) for start, stop in held_box(parameter))
 
 
 def _like(before: nn.Parameter, local: Tensor) -> nn.Parameter:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ds_hetero.errors import ModelError
-from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
+from ds_hetero.frameworks.transformers.model.model_checks import DROPOUTS, head_counts, pretrained_of
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
+from ds_hetero.runtime.cut_dropout import CutHeads, drop_part
 from ds_hetero.runtime.cut_linear import CutLinears
 from ds_hetero.runtime.vocabulary import VocabularyPart, embed_part, project_to_part
 from ds_hetero.values.plans import Plan
@@ -61,7 +63,7 @@ def without_memory(layer: nn.Module) -> nn.Module:
     """Put the parameters of a layer on the meta device, so that it can come back."""
     for module in layer.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty_like(parameter, device="meta")
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")  # whole, where it was a shard
             setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     return layer
 
@@ -70,7 +72,7 @@ def with_memory(layer: nn.Module, device: torch.device) -> nn.Module:
     """Give the parameters of a layer memory on a device, filled with zeros."""
     for module in layer.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
+            empty = torch.zeros_like(parameter, device=device)
             setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     return layer
 
@@ -84,7 +86,7 @@ def check_tensor_model(model: nn.Module) -> None:
 
     Raises:
         ModelError: it has no tensor-parallel plan, one with a style that is not known here, an embedding or a head of
-            an unknown kind, adapters other than LoRA, or dropout.
+            an unknown kind, adapters other than LoRA, or dropout inside a kernel of attention.
     """
     pretrained = pretrained_of(model)
     name = type(pretrained).__name__
@@ -105,12 +107,21 @@ def check_tensor_model(model: nn.Module) -> None:
                 f"{name} cannot run in tensor-parallel stages with adapters that are not plain LoRA ({what}). Use "
                 "stages of one rank or sequence."
             )
-    dropouts = [at for at, module in pretrained.named_modules() if isinstance(module, nn.Dropout) and module.p > 0]
-    if dropouts or pretrained.config.get_text_config().to_dict().get("attention_dropout"):
+    config = pretrained.config.get_text_config()
+    if any(getattr(config, each, 0) for each in DROPOUTS) and config._attn_implementation != "eager":
         raise ModelError(
-            f"{name} cannot run in tensor-parallel stages with dropout ({', '.join(dropouts[:3]) or 'in attention'}): "
-            "ranks that hold copies would drop different elements. Set it to 0."
+            f"{name} cannot run in tensor-parallel stages with dropout inside attention that is "
+            f"{config._attn_implementation!r}, of whose mask a rank cannot draw its own heads. Build it with "
+            'attn_implementation="eager", or set the dropout to 0.'
         )
+
+
+def draws_randomly(pretrained: PretrainedModel) -> bool:
+    """Whether a forward in training draws random numbers: dropout, of modules or by the configuration."""
+    options = pretrained.config.get_text_config().to_dict()
+    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in pretrained.modules()) or any(
+        "drop" in key and isinstance(share, float) and share > 0 for key, share in options.items()
+    )
 
 
 _BESIDE_LORA = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
@@ -142,17 +153,68 @@ def check_tensor_stages(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def cut_by_tensor_parallelism(pretrained: PretrainedModel, mesh: DeviceMesh) -> VocabularyPart | None:
-    """Replace parameters by shards on ``mesh``; return the words of the head here, None if it is not."""
-    plan = _plan_of(pretrained)
-    decoder = pretrained.base_model
-    linears = CutLinears(mesh.get_group())
-    for name, module in decoder.named_modules():
-        if isinstance(module, nn.Linear) and (style := _style_of_linear(name, plan)) in (_COLUMNS, _ROWS):
-            _cut_linear(module, style, mesh, linears)
-    shards: dict[int, nn.Parameter] = {}
-    _cut_by_words(pretrained.get_input_embeddings(), mesh, embed_part, shards)
-    return _cut_by_words(pretrained.get_output_embeddings(), mesh, project_to_part, shards)
+class TensorCut:
+    """Shards of a model on the ranks of a tensor stage.
+
+    Args:
+        mesh: of the ranks.
+
+    Attributes:
+        words: of the head on this rank; None if another stage has it.
+        draws: whether forwards in training draw random numbers, which all ranks then draw alike.
+    """
+
+    def __init__(self, pretrained: PretrainedModel, mesh: DeviceMesh) -> None:
+        self.group = mesh.get_group()
+        self.draws = draws_randomly(pretrained)
+        self._plan, self._mesh, self._linears = _plan_of(pretrained), mesh, CutLinears(self.group)
+        self._seen = WeakSet[nn.Module]()  # layers that have been here
+        self._heads = head_counts(pretrained)[0]
+        decoder, layers = pretrained.base_model, parts_of(pretrained).layers
+        for i, layer in enumerate(getattr(decoder, layers)):
+            self.cut_layer(layer, f"{layers}.{i}")
+        shards: dict[int, nn.Parameter] = {}
+        _cut_by_words(pretrained.get_input_embeddings(), mesh, embed_part, shards)
+        self.words = _cut_by_words(pretrained.get_output_embeddings(), mesh, project_to_part, shards)
+
+    def cut_layer(self, layer: nn.Module, name: str) -> None:
+        """Keep this rank's shards of a layer. ``name``: of the layer in the decoder."""
+        for inner, module in layer.named_modules(prefix=name):
+            style = _style_of_linear(inner, self._plan)
+            if isinstance(module, nn.Linear) and style in (_COLUMNS, _ROWS):
+                _cut_linear(module, style, self._mesh, self._linears)
+            if self.draws and isinstance(module, nn.Linear) and ".lora_A." in inner:
+                dropout = inner.removeprefix(f"{name}.").replace(".lora_A.", ".lora_dropout.")
+                self._cut_adapter_dropout(module, layer.get_submodule(dropout), style)
+        if self.draws and layer not in self._seen:
+            for part in layer.children():  # inside of what recomputation runs again
+                self._cut_heads(part)
+        self._seen.add(layer)
+
+    def _cut_adapter_dropout(self, matrix: nn.Linear, dropout: nn.Module, style: str) -> None:
+        """Let a dropout before LoRA's first matrix drop what one process drops of the whole input."""
+        if not isinstance(dropout, nn.Dropout):  # none is asked for
+            return
+        share, size = dropout.p, matrix.in_features
+        start = -(-size // self._mesh.size()) * self._mesh.get_local_rank() if style == _ROWS else 0
+
+        def drop(input: Tensor) -> Tensor:
+            return drop_part(input, share, -1, start, size) if dropout.training else input
+
+        dropout.forward = drop  # type: ignore[method-assign]
+
+    def _cut_heads(self, part: nn.Module) -> None:
+        """Let attention in a part of a layer drop what one process drops of the probabilities of all heads."""
+        own = self._heads // self._mesh.size()
+        heads = CutHeads(own * self._mesh.get_local_rank(), own, self._heads, lambda: self._linears.is_inside)
+        run = part.forward
+
+        def with_cut_heads(*args: object, **kwargs: object) -> object:
+            self._linears.leave()
+            with heads:
+                return run(*args, **kwargs)
+
+        part.forward = with_cut_heads
 
 
 def _cut_linear(module: nn.Linear, style: str, mesh: DeviceMesh, linears: CutLinears) -> None:

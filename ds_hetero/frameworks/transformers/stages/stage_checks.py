@@ -183,20 +183,24 @@ class _Given(nn.Module):
 
 @contextlib.contextmanager
 def _without_layers(decoder: nn.Module, parts: DecoderParts) -> Iterator[list[list[object]]]:
-    """Let the decoder run no layer and no norm inside, and record the arguments of its layers."""
+    """Let the decoder run none of its parts inside, in training, and record the arguments of its layers."""
     layers = getattr(decoder, parts.layers)
-    kept, after = list(layers), {name: getattr(decoder, name) for name in parts.after}
+    kept, beside = list(layers), {name: getattr(decoder, name) for name in (*parts.before, *parts.after)}
     recorded: list[list[object]] = []
+    modes = {module: module.training for module in decoder.modules()}
     try:
         for i in range(len(layers)):
             layers[i] = _Recording(recorded)
-        for name in after:
+        for name in beside:
             setattr(decoder, name, Absent())
+        decoder.train()
         yield recorded
     finally:
+        for module, mode in modes.items():
+            module.training = mode
         for i, layer in enumerate(kept):
             layers[i] = layer
-        for name, module in after.items():
+        for name, module in beside.items():
             setattr(decoder, name, module)
 
 

@@ -32,7 +32,7 @@ from ds_hetero.frameworks.transformers.model.tiles import Tiles
 from ds_hetero.frameworks.transformers.stages.meta import fill_parameters
 from ds_hetero.frameworks.transformers.stages.parts import (
     Absent,
-    cut_by_tensor_parallelism,
+    TensorCut,
     partial_parameters,
     parts_of,
     with_memory,
@@ -41,6 +41,7 @@ from ds_hetero.frameworks.transformers.stages.parts import (
 from ds_hetero.gradient_sync.transfers import whole_parameter
 from ds_hetero.job.checkpoints import file_name, make_folder, write_index, write_weights
 from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.cut_dropout import same_draws
 from ds_hetero.runtime.data.shards import Entries, PlacedBatch, model_inputs
 from ds_hetero.runtime.loss import cross_entropy_sum, measure_tokens
 from ds_hetero.runtime.pipeline.batches import StageBatch
@@ -94,7 +95,7 @@ class StageModel:
         self._guard = self._pretrained.register_forward_pre_hook(self._expect_pipeline)
         self._decoder_guard = self._decoder.register_forward_pre_hook(self._expect_pipeline)
         self._sharded: ShardedModel | None = None
-        self._words: VocabularyPart | None = None
+        self._cut: TensorCut | None = None
 
     def shard_sequences(self, replica: Replica, kernel: str | None) -> None:
         """Switch a ``"sequence"`` stage to the attention of its schedule. ``kernel``: see `ShardedModel`."""
@@ -102,7 +103,7 @@ class StageModel:
 
     def cut_by_tensor_parallelism(self, mesh: DeviceMesh) -> None:
         """Keep this rank's shards of a ``"tensor"`` stage; the model is on its device."""
-        self._words = cut_by_tensor_parallelism(self._pretrained, mesh)
+        self._cut = TensorCut(self._pretrained, mesh)
 
     def fill(self, device: torch.device) -> None:
         """Give a model built without weights its memory and values here. Raises `ModelError`: its folder lacks them."""
@@ -141,7 +142,10 @@ class StageModel:
             if not stage.layers[0] <= i < stage.layers[1]:
                 self._put_away(i)
             elif i in self._absent:
-                layers[i] = with_memory(self._absent.pop(i), device).train(self._decoder.training)
+                layer = self._absent.pop(i)
+                if self._cut is not None:
+                    self._cut.cut_layer(layer, f"{parts_of(self._pretrained).layers}.{i}")
+                layers[i] = with_memory(layer, device).train(self._decoder.training)
         self._time_layers()
 
     @property
@@ -249,12 +253,21 @@ class StageModel:
 
     @contextlib.contextmanager
     def _forward_of_stage(self) -> Iterator[None]:
-        self._is_running = True
+        self._is_running, cut = True, self._cut
+        draws = cut is not None and cut.draws and self._decoder.training
         try:
-            with contextlib.nullcontext() if self._sharded is None else sharding(True):
+            with (
+                contextlib.nullcontext() if self._sharded is None else sharding(True),
+                same_draws(cut.group) if draws and cut is not None else contextlib.nullcontext(),
+            ):
                 yield
         finally:
             self._is_running = False
+
+    @property
+    def _words(self) -> VocabularyPart | None:
+        """Words of the head on this rank of a ``"tensor"`` stage; None for all."""
+        return None if self._cut is None else self._cut.words
 
     def _expect_pipeline(self, *_: object) -> None:
         """Refuse a forward of a stage alone, which would give something else than the model's."""
