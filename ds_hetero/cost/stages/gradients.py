@@ -279,7 +279,7 @@ class CalibratedStageMemory(StageMemory):
 
         def backward(name: str, number: Bytes, gradients: Bytes, bucket: Bytes = 0.0) -> dict[str, MemoryParts]:
             on_device = layer.given if work.offload_activations else number * kept
-            always = replace(resting, activations=on_device + number * passing, gradients=gradients, bucket=bucket)
+            always = resting._replace(activations=on_device + number * passing, gradients=gradients, bucket=bucket)
             moments = backward_moments(always, layer, self.logits * last, checkpointed=work.activation_checkpointing)
             return {f"{name}, {moment}": parts for moment, parts in moments.items()}
 
@@ -293,7 +293,7 @@ class CalibratedStageMemory(StageMemory):
         moments |= last_one
         if self.holders > 1:
             of_bucket = GRADIENT_SUM_BYTES / work.element_bytes * bucket / self.holders
-            moments["sent"] = replace(resting, bucket=2 * wire, step=of_bucket)
+            moments["sent"] = resting._replace(bucket=2 * wire, step=of_bucket)
         temporary = work.buffers.optimizer_bytes * self.largest
-        moments["step"] = replace(resting, step=GRADIENT_SUM_BYTES * owned + temporary)
+        moments["step"] = resting._replace(step=GRADIENT_SUM_BYTES * owned + temporary)
         return moments

@@ -25,7 +25,8 @@ Dimension key: D ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,8 +52,7 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryParts:
+class MemoryParts(NamedTuple):
     """Bytes of every rank at a moment, ``[D]``, or a number for all.
 
     Args:
@@ -73,7 +73,7 @@ class MemoryParts:
 
     def items(self) -> Iterator[tuple[str, Bytes]]:
         """Name and bytes of every part."""
-        return ((name, getattr(self, name)) for name in PARTS)
+        return zip(PARTS, self, strict=True)
 
     def of_rank(self, rank: int) -> MemoryParts:
         """The parts of one rank."""
@@ -83,10 +83,10 @@ class MemoryParts:
     @property
     def total(self) -> Floats:
         """All parts."""
-        return np.asarray(sum(size for _, size in self.items() if not (isinstance(size, float) and size == 0)))
+        return np.asarray(sum([size for size in self if not (isinstance(size, float) and size == 0)]))
 
 
-PARTS = tuple(field.name for field in fields(MemoryParts))
+PARTS = MemoryParts._fields
 Moments = Mapping[str, MemoryParts]
 
 
@@ -102,12 +102,9 @@ def peak_parts(moments: Moments) -> MemoryParts:
     """The parts of the moment that needs the most, rank by rank; parts of other moments are 0."""
     totals = np.stack(np.broadcast_arrays(*(parts.total for parts in moments.values())))
     largest = totals.argmax(axis=0)
-
-    def at_peak(name: str) -> Floats:
-        of_moments = enumerate(moments.values())
-        return np.asarray(sum(np.where(largest == i, getattr(parts, name), 0.0) for i, parts in of_moments))
-
-    return MemoryParts(**{name: at_peak(name) for name in PARTS})
+    is_peak_MD = np.arange(len(totals)).reshape(-1, *[1] * largest.ndim) == largest
+    of_part = (np.array([np.broadcast_to(size, largest.shape) for size in sizes]) for sizes in zip(*moments.values()))
+    return MemoryParts(*(np.where(is_peak_MD, size_MD, 0.0).sum(axis=0) for size_MD in of_part))
 
 
 # --- model states under ZeRO
@@ -180,10 +177,9 @@ def backward_moments(always: MemoryParts, layer: LayerMemory, logits: Bytes, *, 
     again = layer.kept if checkpointed else 0.0
     held = always.activations if checkpointed else always.activations - layer.of_mlp
     return {
-        "loss": replace(always, logits=logits),
-        "mlp": replace(always, layer=again + layer.made),
-        "attention": replace(
-            always,
+        "loss": always._replace(logits=logits),
+        "mlp": always._replace(layer=again + layer.made),
+        "attention": always._replace(
             activations=held,
             layer=layer.kept - layer.of_mlp if checkpointed else 0.0,
             ring_buffers=layer.ring_buffers,
@@ -245,8 +241,7 @@ def memory_moments(standing: StandingMemory, grouping: Grouping, tokens_D: Float
         activations = (1 if workload.offload_activations else model.num_layers) * layer.given + stays.activations
         of_one = layer.given
     resting = MemoryParts(**{name: states[name] + getattr(stays, name) for name in ("weights", "optimizer_state")})
-    working = replace(
-        resting,
+    working = resting._replace(
         gradients=_gradients_in_backward(standing, activations, of_one),
         gathered=standing.gathered.in_layers,
         activations=activations,
@@ -255,8 +250,7 @@ def memory_moments(standing: StandingMemory, grouping: Grouping, tokens_D: Float
     logits = logit_bytes(model, workload, tokens_D)
     moments = dict(backward_moments(working, layer, logits, checkpointed=checkpointed))
     if standing.copied and standing.sent_layers < model.num_layers:
-        moments["sent"] = replace(
-            working,
+        moments["sent"] = working._replace(
             activations=np.maximum(activations - standing.sent_layers * of_one, 0.0),
             layer=(layer.kept if checkpointed else 0.0) + layer.given + 2 * layer.matrix,
             bucket=standing.bucket + standing.copied,
@@ -284,16 +278,16 @@ def _moments_of_ends(
     begun = of_all if stage == 3 or standing.workload.micro_batches > 1 else 0.0
     earlier = begun + (head if standing.workload.has_loss_tiles else 0.0)
     bucket = standing.bucket if stage == 3 else 0.0
-    begins = replace(working, gradients=begun, bucket=bucket)
-    arrived = replace(begins, gathered=gathered.in_layers + gathered.arriving, layer=of_norm)
-    at_loss = replace(begins, gathered=gathered.at_loss)
-    ends = replace(working, activations=0.0, bucket=standing.bucket + standing.copied)
+    begins = working._replace(gradients=begun, bucket=bucket)
+    arrived = begins._replace(gathered=gathered.in_layers + gathered.arriving, layer=of_norm)
+    at_loss = begins._replace(gathered=gathered.at_loss)
+    ends = working._replace(activations=0.0, bucket=standing.bucket + standing.copied)
     return {
         "forward": arrived,
-        "loss": replace(at_loss, logits=logits, gradients=earlier),
-        "head": replace(at_loss, logits=of_head, gradients=earlier + head),
-        "embedding": replace(ends, gradients=of_all + (head if stage >= 2 else 0.0)),
-        "step": replace(resting, gradients=of_all if stage in (0, 3) else 0.0, bucket=bucket, step=standing.step_D),
+        "loss": at_loss._replace(logits=logits, gradients=earlier),
+        "head": at_loss._replace(logits=of_head, gradients=earlier + head),
+        "embedding": ends._replace(gradients=of_all + (head if stage >= 2 else 0.0)),
+        "step": resting._replace(gradients=of_all if stage in (0, 3) else 0.0, bucket=bucket, step=standing.step_D),
     }
 
 

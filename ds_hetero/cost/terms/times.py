@@ -60,7 +60,9 @@ def ring_transfers_s(
     if num_groups == 1:
         return zeros, zeros, zeros
     # Tokens do not matter but by the mean length where ports are shared, and heads seen before are known.
-    length_B = length_BK.mean(axis=1) if grouping.cluster.shares_ports else np.zeros(num_sets)
+    length_B = np.zeros(num_sets)
+    if grouping.cluster.shares_ports:  # in whole tokens, so that rounding makes no assignments of its own
+        length_B = np.rint(length_BK.sum(axis=1)) / num_groups
     known = grouping.transfers_of_heads
     new_B = np.concatenate([[True], (heads_BD[1:] != heads_BD[:-1]).any(axis=1) | (length_B[1:] != length_B[:-1])])
     different_RD, length_R = heads_BD[new_B], length_B[new_B]
@@ -287,28 +289,32 @@ def _steps_s(ring: RingCoefficients) -> Iterator[tuple[Floats, Floats]]:
     num_groups = ring.length.shape[1]
     rows = max(1, STEP_TABLE // ring.length.size)
     for first in range(0, num_groups, rows):
-        step = np.arange(first, min(first + rows, num_groups))
-        if ring.backward:
-            shift, following, kv_steps, gradient = step + 1, step + 2, num_groups - 2, slice(0 if first else 1, None)
-        else:
-            shift, following, kv_steps, gradient = -step, -step - 1, num_groups - 1, slice(0, 0)
-        kv = slice(0, max(kv_steps - first, 0))
-        block_TBK = _shifted(ring.length, shift)
+        last = min(first + rows, num_groups)
+        shift = np.arange(first + 1, last + 2) if ring.backward else -np.arange(first, last + 1)
+        kv = slice(0, max(num_groups - 1 - ring.backward - first, 0))
+        gradient = slice(0 if first else 1, None) if ring.backward else slice(0, 0)
+        visited_TBK = _shifted(ring.length, shift)  # the block of every step, and the one after the last
+        block_TBK, next_TBK = visited_TBK[:-1], visited_TBK[1:]
         compute_TBK = ring.slope_s * block_TBK + ring.fixed_s
-        kv_TBK = np.maximum(ring.kv_s * _shifted(ring.length, following[kv]), ring.shared_kv_s)
-        gradient_TBK = np.maximum(ring.gradient_s * block_TBK[gradient], ring.shared_gradient_s)
-        kv_needed_TK = gradient_needed_TK = np.ones((len(step), num_groups), dtype=bool)
+        kv_TBK = np.maximum(ring.kv_s * next_TBK[kv], ring.shared_kv_s)
+        transfer_TBK = np.empty_like(compute_TBK)
+        transfer_TBK[:] = -np.inf
         if ring.contiguous_causal:
-            work_TK, kv_needed_TK, gradient_needed_TK = _visible(num_groups, shift, following)
+            work_TK, kv_needed_TK, gradient_needed_TK = _visible(num_groups, shift[:-1], shift[1:])
             compute_TBK *= work_TK[:, None]
             kv_TBK *= kv_needed_TK[kv, None]
-            gradient_TBK *= gradient_needed_TK[gradient, None]
-        sent_TK = np.zeros((len(step), num_groups), dtype=bool)
-        sent_TK[kv] = kv_needed_TK[kv]
-        sent_TK[gradient] |= gradient_needed_TK[gradient]
-        transfer_TBK = np.where(sent_TK[:, None], ring.latency_s, -np.inf)
+            sent_TK = np.zeros((last - first, num_groups), dtype=bool)
+            sent_TK[kv] = kv_needed_TK[kv]
+            sent_TK[gradient] |= gradient_needed_TK[gradient]
+            np.copyto(transfer_TBK, ring.latency_s, where=sent_TK[:, None])
+        else:
+            transfer_TBK[kv] = transfer_TBK[gradient] = ring.latency_s
         transfer_TBK[kv] += kv_TBK
-        transfer_TBK[gradient] += gradient_TBK
+        if ring.backward:
+            gradient_TBK = np.maximum(ring.gradient_s * block_TBK[gradient], ring.shared_gradient_s)
+            if ring.contiguous_causal:
+                gradient_TBK *= gradient_needed_TK[gradient, None]
+            transfer_TBK[gradient] += gradient_TBK
         yield compute_TBK, transfer_TBK
 
 

@@ -266,16 +266,21 @@ def _closed_forms(
     """Tokens and heads, each ``[D]``, the likeliest first."""
     token_speed = np.where(active, problem.token_speed, 0.0)
     token_speed_K = grouping.by_group(np.add, token_speed)
+    made: dict[bytes, Floats] = {}  # tokens, by heads: other exponents and units often have the same
     for exponent, unit in product(exponents, problem.head_units):
         heads_D = spread_heads(problem, groups, active, unit, exponent)
+        key = heads_D.tobytes()
+        if key in made:
+            yield from ((tokens_D, heads_D) for tokens_D in made[key])
+            continue
         attention_speed_K = 1 / grouping.by_group(np.maximum, heads_D * problem.attention_s)
         share_CK = fill_groups(token_speed_K, attention_speed_K, problem.sees_everything)
         weights = [token_speed]
         if len(exponents) > 1:  # what a rank computes itself it need not send
             weights.append(heads_D.astype(float))
         tokens_CWD = np.stack([fill_ranks(share_CK, grouping.group_of, each) for each in weights], axis=1)
-        for tokens_D in tokens_CWD.reshape(-1, problem.num_ranks) * problem.seq_len:
-            yield tokens_D, heads_D
+        made[key] = tokens_CWD.reshape(-1, problem.num_ranks) * problem.seq_len
+        yield from ((tokens_D, heads_D) for tokens_D in made[key])
 
 
 def best_order(problem: Problem, start: Assignment, budget: EvaluationBudget, *, thorough: bool) -> Assignment:
