@@ -243,7 +243,7 @@ def _attention_over_gpus(row: Row, constants: Constants | None) -> tuple[float, 
     grouping, tokens_D, heads_D = cost.arrays(_schedule(row, model))
     passes = BlockPasses(cluster, model, work)
     assigned = passes.assigned(grouping, tokens_D[None], heads_D[None])
-    forward = replace(passes.rings(assigned)[0], start_s=np.asarray(assigned.exchange_BK))
+    forward = passes.rings(assigned)[0]._replace(start_s=np.asarray(assigned.exchange_BK))
     return float(ring_finish_s(forward)[0]), 1 / float(row["value"])
 
 

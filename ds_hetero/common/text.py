@@ -6,7 +6,6 @@ Factors from the units that people write to SI base units: a value in GB times `
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 from itertools import islice, zip_longest
 from typing import TypeVar
 
@@ -40,6 +39,8 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """
     if len(word) > 100:  # no misspelling, and the comparison takes quadratic time
         return None
+    from difflib import get_close_matches
+
     by_lower = {name.lower(): name for name in islice(known, 1000) if len(name) <= 100}
     close = get_close_matches(word.lower(), list(by_lower), n=1, cutoff=cutoff)
     return by_lower[close[0]] if close else None

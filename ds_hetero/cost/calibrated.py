@@ -217,10 +217,9 @@ class CalibratedCostModel(CostModel):
             return attention_D
         return self._attention_share * attention_D + self._recurrent_share * self._recurrent.busy_s(grouping, tokens_D)
 
-    def bottleneck(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Bottleneck:
+    def bottleneck(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints, terms: Terms) -> Bottleneck:
         """The largest part of the block, and the rank or the link that sets it."""
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
-        terms = self.terms(grouping, tokens_D, heads_D)
         finish = [ring_finish_s(ring) for ring in self._block.rings(assigned)]
         finish = self._with_recurrence(finish, grouping, tokens_D[None])
         if self._recurrent is not None and terms.all_to_all_s > max(terms.non_attention_s, terms.ring_steps_s):

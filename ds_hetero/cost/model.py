@@ -184,8 +184,8 @@ class CostModel(ABC):
         """Time that every rank computes in one block, ``[D]``."""
 
     @abstractmethod
-    def bottleneck(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Bottleneck:
-        """The largest term of the block's time."""
+    def bottleneck(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints, terms: Terms) -> Bottleneck:
+        """The largest of the ``terms`` of the block's time."""
 
     @abstractmethod
     def timeline(self, schedule: Schedule) -> tuple[Span, ...]:
@@ -255,7 +255,7 @@ class CostModel(ABC):
             memory_bytes=tuple(int(x) for x in np.ceil(memory_D)),
             feasible=reason is None,
             reason=reason,
-            bottleneck=self.bottleneck(*flat),
+            bottleneck=self.bottleneck(*flat, terms),
             bound_s=self.bound_s,
             error=max(device.error for device in self.cluster.devices),
             confidence=confidence(self.cluster.devices),

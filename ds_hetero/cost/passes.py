@@ -9,6 +9,7 @@ Dimension key: P passes (forward, backward), B assignments, D ranks, K groups in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +29,7 @@ WIDE = 4  # bytes of fp32
 MERGE_BYTES = 16  # per element of a partial result: read it and the running one, write back, in fp32 with a cast
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """Forward or backward of one block, linear in tokens and rows; arrays are ``[D]``."""
 
     name: str  # ``"forward"`` or ``"backward"``
@@ -73,8 +73,7 @@ class AssignedWork(Work):
     shared_BK: Floats  # its least seconds per byte of a KV head, where others use the same NIC or switch
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(NamedTuple):
     """Computing time of the groups, forward and backward (P)."""
 
     non_attention_PBK: Floats  # time outside attention of the slowest rank
@@ -97,9 +96,9 @@ class Compute:
         """Times that the passes do not undercut whatever their rings' transfers take, ``[P, B]``."""
         ready_PBK = self.non_attention_PBK + exchange_BK
         if not self.contiguous_causal:
-            ready_PBK = ready_PBK + self.slope_PBK * self.length_BK.sum(axis=1)[:, None]
-            ready_PBK = ready_PBK + self.fixed_PBK * self.length_BK.shape[1]
-        return np.asarray(ready_PBK.max(axis=2))
+            ready_PBK += self.slope_PBK * np.add.reduce(self.length_BK, axis=1, keepdims=True)
+            ready_PBK += self.fixed_PBK * self.length_BK.shape[1]
+        return np.asarray(np.maximum.reduce(ready_PBK, axis=2))
 
 
 def _passes(model: ModelSpec, workload: Workload) -> tuple[tuple[str, int, float, int, int, float], ...]:
@@ -137,6 +136,7 @@ class BlockPasses:
             logits_s_D + flops.logit_elements(model) * WIDE * rates.memory_s_per_byte
         )
         self.loss_fixed_s_D = logits_s_D * rates.half_tokens
+        self._has_message_overhead = bool(cluster.message_overhead_s.any())
 
     def _pass(self, name: str, repeats: int, products: float, backward: int, operations: int, again: float) -> Pass:
         """One pass from its terms: a product's operations, elements of memory-bound kernels, the host's time."""
@@ -258,15 +258,18 @@ class BlockPasses:
         contiguous_causal = causal and num_groups > 1 and not work.grouping.zigzag
         share = 0.5 if causal and not contiguous_causal else 1.0
         active_BD = work.rows_BD > 0
-        slope_PBD = np.where(active_BD, share * attention_s_P1D * (work.rows_BD + self.rates.half_rows), 0.0)
-        fixed_PBD = slope_PBD * self.rates.half_kv + np.where(active_BD, self.rates.attention_overhead_s, 0.0)
+        slope_PBD = share * attention_s_P1D * (work.rows_BD + self.rates.half_rows)
+        slope_PBD *= active_BD
+        fixed_PBD = slope_PBD * self.rates.half_kv
+        fixed_PBD += active_BD * self.rates.attention_overhead_s
         # The local block's diagonal, once per pass and therefore spread over the blocks.
-        fixed_PBD = fixed_PBD + work.rows_BD * (attention_s_P1D * self.rates.edge_keys / num_groups)
+        fixed_PBD += work.rows_BD * (attention_s_P1D * self.rates.edge_keys / num_groups)
         if num_groups > 1:
             merge_s_D = MERGE_BYTES * self.model.head_dim * self.rates.memory_s_per_byte
-            hops_s_D = self.cluster.message_overhead_s * ((num_groups - 1) / num_groups)
-            fixed_PBD = fixed_PBD + work.rows_BD * merge_s_D + np.where(active_BD, hops_s_D, 0.0)
-            slope_PBD[1] += 2 * self.workload.micro_batch * work.kv_heads_BD * merge_s_D
+            fixed_PBD += work.rows_BD * merge_s_D
+            if self._has_message_overhead:
+                fixed_PBD += active_BD * (self.cluster.message_overhead_s * ((num_groups - 1) / num_groups))
+            slope_PBD[1] += work.kv_heads_BD * (2 * self.workload.micro_batch) * merge_s_D
         return slope_PBD, fixed_PBD, contiguous_causal
 
     def exchange_s(self, work: Work) -> Floats:

@@ -175,9 +175,8 @@ class PublishedCostModel(CostModel):
         attention_D = self.attention_s_D * heads_D * length_D * self.workload.seq_len
         return np.asarray(tokens_D * self.non_attention_s_per_token_D + attention_D)
 
-    def bottleneck(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Bottleneck:
+    def bottleneck(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints, terms: Terms) -> Bottleneck:
         """The largest term of Eq. 2, and the rank or pair that sets it."""
-        terms = self.terms(grouping, tokens_D, heads_D)
         term = max(Terms.__slots__, key=lambda name: float(getattr(terms, name)))
         if term == "non_attention_s":
             rank = int((tokens_D * self.non_attention_s_per_token_D).argmax())

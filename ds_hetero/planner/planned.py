@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 SIMPLER = 1e-6  # a baseline whose time is this close to the best of the search is preferred
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleCandidate:
+class ScheduleCandidate(NamedTuple):
     """A schedule and its prediction."""
 
     name: str  # what it is, for people
@@ -94,8 +93,7 @@ def fastest(searched: Sequence[ScheduleCandidate], baselines: Sequence[ScheduleC
     return min(close, key=lambda item: (item[0] < len(searched), item[1].prediction.iteration_s, item[0]))[1]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rejected:
+class Rejected(NamedTuple):
     """A candidate that was not chosen, and why."""
 
     name: str  # what it is, for people
@@ -107,8 +105,7 @@ class Rejected:
         return {"name": self.name, "block_s": self.prediction and self.prediction.block_s, "reason": self.reason}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rival:
+class Rival(NamedTuple):
     """A plan that another planner would have made, under the same cost model."""
 
     name: str  # what it is

@@ -16,12 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.arrays import distinct
+from ds_hetero.common.arrays import Ints, distinct
 from ds_hetero.common.reading import JsonDict, shortened
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel, once_s
@@ -41,7 +42,7 @@ from ds_hetero.planner.planned import (
     idle_ranks,
 )
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
-from ds_hetero.planner.search.problem import EvaluationBudget
+from ds_hetero.planner.search.problem import EvaluationBudget, Problem
 from ds_hetero.planner.search.search import first_look, search
 from ds_hetero.values.baselines import COMPARED, STRATEGIES, even, proportional
 from ds_hetero.values.plans import Plan
@@ -328,11 +329,14 @@ def _fastest_look(
     fastest_of: tuple[int, ...] = ()
     limit_s *= _OVER_SEARCH
     for least_s, ranks in parts:
+        if least_s >= limit_s:
+            continue
         of_part = _cost_of(cost, ranks)
-        if least_s < limit_s and _look_s(of_part, layout, _SHORT_LOOK_S) < _OVER_LOOK * limit_s:
-            look_s = _look_s(of_part, layout, _LOOK_S)
-            if look_s < limit_s:
-                fastest_of, limit_s = ranks, look_s
+        look_s = partial(_look_s, of_part, *make_problem(of_part, layout=layout))
+        if look_s(_SHORT_LOOK_S) < _OVER_LOOK * limit_s:
+            time_s = look_s(_LOOK_S)
+            if time_s < limit_s:
+                fastest_of, limit_s = ranks, time_s
     return fastest_of
 
 
@@ -362,9 +366,8 @@ def _standing_s(cost: CostModel) -> float:
     return cost.workload.micro_batches * of_micro_batch + once_s(outside)
 
 
-def _look_s(cost: CostModel, layout: str | None, budget_s: float) -> float:
-    """Time of a step by a short search; infinite where it finds nothing that fits."""
-    problem, rank_of = make_problem(cost, layout=layout)
+def _look_s(cost: CostModel, problem: Problem, rank_of: Ints, budget_s: float) -> float:
+    """Time of a step by a short search of its problem; infinite where it finds nothing that fits."""
     found = first_look(problem, EvaluationBudget(budget_s))
     return np.inf if found is None else cost.predict(schedule_of(problem, found, rank_of)).iteration_s
 

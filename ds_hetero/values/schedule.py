@@ -12,7 +12,6 @@ Plain integers; nothing here imports torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -190,6 +189,8 @@ class Schedule:
     @cached_property
     def fingerprint(self) -> int:
         """63-bit hash of the canonical JSON, compared between ranks before the first collective."""
+        import hashlib  # takes longer than a schedule's check, and plans do without
+
         return int.from_bytes(hashlib.sha256(self.to_json().encode()).digest()[:8], "big") >> 1
 
     @classmethod

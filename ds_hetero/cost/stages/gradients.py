@@ -38,7 +38,7 @@ Held to the peaks of `python -m benchmarks.pipelines --cases memory`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 

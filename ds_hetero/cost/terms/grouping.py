@@ -20,9 +20,8 @@ Dimension key: B assignments, D ranks, K groups in ring order, N query heads, E 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -209,8 +208,7 @@ def _starts(values: Ints) -> Ints:
     return np.flatnonzero(np.concatenate([values[:1] >= 0, values[1:] != values[:-1]]))
 
 
-@dataclass(frozen=True, slots=True)
-class Edges:
+class Edges(NamedTuple):
     """Transfers of one ring step, sorted by (assignment, receiving position)."""
 
     sender: Ints  # global rank, ``[E]``

@@ -11,7 +11,7 @@ Parameters that have gradients and optimizer state, and bytes of those that have
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,7 @@ _NORM_COPIES = 5  # of the tokens in fp32, in the backward of transformers' RMSN
 Bytes = Floats | float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerShare:
+class LayerShare(NamedTuple):
     """Shares of ranks in a layer, in a micro-batch of all its sequences; numbers by rank, ``[D]``.
 
     Args:
@@ -82,8 +81,7 @@ class LayerShare:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerMemory:
+class LayerMemory(NamedTuple):
     """Bytes of a layer, by rank ``[D]``; of layers of several kinds, of the one that needs the most."""
 
     given: Bytes  # its input
@@ -97,7 +95,7 @@ class LayerMemory:
 
     def mapped(self, function: Callable[[Bytes], float]) -> LayerMemory:
         """Return numbers of one rank, each by a function of the numbers of all."""
-        return LayerMemory(**{entry.name: function(getattr(self, entry.name)) for entry in fields(self)})
+        return LayerMemory(*map(function, self))
 
 
 def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> LayerMemory:
@@ -214,7 +212,7 @@ def _last_visible(grouping: Grouping, length_K: Floats, causal: bool) -> Floats:
     if causal:
         is_last_K = np.arange(num_groups) == num_groups - 1
         seen_K = np.where(is_last_K, 0.5, 1.0) if grouping.zigzag else np.where(is_last_K, 1.0, 0.0)
-    return np.asarray(np.roll(length_K, -1, axis=-1) * seen_K)
+    return np.asarray(length_K.take(np.arange(1, num_groups + 1) % num_groups, axis=-1) * seen_K)
 
 
 def _scan_bytes(model: ModelSpec, element: int) -> int:

@@ -103,7 +103,10 @@ def peak_parts(moments: Moments) -> MemoryParts:
     totals = np.stack(np.broadcast_arrays(*(parts.total for parts in moments.values())))
     largest = totals.argmax(axis=0)
     is_peak_MD = np.arange(len(totals)).reshape(-1, *[1] * largest.ndim) == largest
-    of_part = (np.array([np.broadcast_to(size, largest.shape) for size in sizes]) for sizes in zip(*moments.values()))
+    of_part = (
+        np.array([np.broadcast_to(size, largest.shape) for size in sizes])
+        for sizes in zip(*moments.values(), strict=True)
+    )
     return MemoryParts(*(np.where(is_peak_MD, size_MD, 0.0).sum(axis=0) for size_MD in of_part))
 
 
@@ -291,8 +294,7 @@ def _moments_of_ends(
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
+class Gathered(NamedTuple):
     """Bytes of parameters that ZeRO-3 has gathered on a rank, of which `Buffers` says how many it gathers ahead."""
 
     in_layers: float = 0.0

@@ -32,8 +32,8 @@ Dimension key: B assignments, D ranks, K groups in ring order, E edges, N node s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -185,8 +185,7 @@ LARGE_RING = 256
 STEP_TABLE = 1 << 15  # entries of a table of steps that are worked on at once; they stay in the cache
 
 
-@dataclass(frozen=True, slots=True)
-class RingCoefficients:
+class RingCoefficients(NamedTuple):
     """One pass around the ring, every time linear in the tokens of the block; arrays are ``[B, K]``.
 
     Attributes:
@@ -209,14 +208,13 @@ class RingCoefficients:
 
     def take(self, rows: Ints) -> RingCoefficients:
         """The coefficients of some assignments."""
-        arrays = {n: getattr(self, n)[rows] for n in self.__slots__ if n not in ("backward", "contiguous_causal")}
-        return RingCoefficients(**arrays, backward=self.backward, contiguous_causal=self.contiguous_causal)
+        return RingCoefficients._make(each if isinstance(each, bool) else each.take(rows, axis=0) for each in self)
 
 
 def alone_s(ring: RingCoefficients) -> Floats:
     """When every group would be done if KV were always there, ``[B, K]``; not for contiguous causal groups."""
-    num_groups = ring.length.shape[1]
-    return np.asarray(ring.start_s + ring.slope_s * ring.length.sum(axis=1)[:, None] + ring.fixed_s * num_groups)
+    whole = np.add.reduce(ring.length, axis=1, keepdims=True)
+    return np.asarray(ring.start_s + ring.slope_s * whole + ring.fixed_s * ring.length.shape[1])
 
 
 def ring_finish_s(ring: RingCoefficients) -> Floats:
@@ -230,16 +228,17 @@ def ring_finish_s(ring: RingCoefficients) -> Floats:
     num_groups = ring.length.shape[1]
     if ring.contiguous_causal and num_groups > 1:
         return _recurrence(ring)
-    finish_B = alone_s(ring).max(axis=1)
+    largest, least = partial(np.maximum.reduce, axis=1), partial(np.minimum.reduce, axis=1)
+    finish_B = largest(alone_s(ring))
     if num_groups == 1:
         return np.asarray(finish_B)
-    longest_B, shortest_B = ring.length.max(axis=1), ring.length.min(axis=1)
+    longest_B, shortest_B = largest(ring.length), least(ring.length)
     step_BK = ring.slope_s * shortest_B[:, None] + ring.fixed_s
-    kv_BK = np.maximum(ring.kv_s * longest_B[:, None], ring.shared_kv_s)
-    gradient_BK = np.maximum(ring.gradient_s * longest_B[:, None], ring.shared_gradient_s)
-    transfer_BK = ring.latency_s + kv_BK + gradient_BK
-    uneven_B = ring.start_s.max(axis=1) - ring.start_s.min(axis=1)
-    hidden_B = transfer_BK.max(axis=1) + uneven_B <= step_BK.min(axis=1)
+    transfer_BK = ring.latency_s + np.maximum(ring.kv_s * longest_B[:, None], ring.shared_kv_s)
+    if ring.backward:
+        transfer_BK += np.maximum(ring.gradient_s * longest_B[:, None], ring.shared_gradient_s)
+    uneven_B = largest(ring.start_s) - least(ring.start_s)
+    hidden_B = largest(transfer_BK) + uneven_B <= least(step_BK)
     if hidden_B.all():
         return np.asarray(finish_B)
     if num_groups > LARGE_RING and bool((longest_B == shortest_B).all()):
@@ -269,7 +268,7 @@ def _recurrence(ring: RingCoefficients) -> Floats:
             np.add(arrival_BK, transfer_BK, out=arrival_BK)
             np.add(now_BK, compute_BK, out=now_BK)
             np.maximum(now_BK, arrival_BK, out=now_BK)
-    return np.asarray(now_BK.max(axis=1))
+    return np.asarray(np.maximum.reduce(now_BK, axis=1))
 
 
 def ring_schedule(ring: RingCoefficients) -> tuple[Floats, Floats]:
@@ -340,8 +339,7 @@ def _shifted(length_BK: npt.NDArray[Any], shift_T: Ints) -> npt.NDArray[Any]:
     return np.asarray(view[shift_T % num_groups])
 
 
-@dataclass(frozen=True, slots=True)
-class RingCollective:
+class RingCollective(NamedTuple):
     """An all-gather or a reduce-scatter over all ranks, linear in the bytes of the whole tensor.
 
     A ring over ranks in order of their nodes, as NCCL builds it: every rank receives all but its own part, every

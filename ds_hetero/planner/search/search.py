@@ -118,7 +118,7 @@ def _start_of_other_ranks(problem: Problem, best: Assignment) -> Assignment | No
     """The fastest start of sets of working ranks that were not looked at whole, if it is faster than ``best``."""
     left = [active for active in (best.tokens > 0, *active_sets(problem)) if active.tobytes() not in problem.looked_at]
     sets = sorted((active for active in left if problem.bound_s(active) < best.time_s), key=problem.bound_s)[:MOST_SETS]
-    to_beat = replace(best, time_s=best.time_s * (1 - TIDY))
+    to_beat = best._replace(time_s=best.time_s * (1 - TIDY))
     budget, shortlist = EvaluationBudget.for_ranks(problem.num_ranks), Shortlist(1)
     shortlist.add(to_beat)
     for i, active in enumerate(sets):

@@ -21,7 +21,6 @@ Plain data; nothing here imports torch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -206,6 +205,8 @@ class Plan:
     def fingerprint(self) -> int:
         """63-bit hash of the canonical JSON without the prediction; ranks compare it before they use the plan."""
         content = {key: value for key, value in self.to_dict().items() if key != "predicted"}
+        import hashlib  # see `Schedule.fingerprint`
+
         return int.from_bytes(hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()[:8], "big") >> 1
 
     @classmethod
