@@ -28,7 +28,12 @@ def _name(block: Block) -> str:
     return block.name
 
 
-@pytest.mark.parametrize("block", RUNNABLE, ids=_name)
+def _case(block: Block) -> object:
+    """Searches of pipelines take seconds; `tests/unit/planner/pipelines` has their commands in a quick run."""
+    return pytest.param(block, marks=[pytest.mark.slow] * ("--parallel full" in block.text))
+
+
+@pytest.mark.parametrize("block", [*map(_case, RUNNABLE)], ids=_name)
 def test_block_runs_and_prints_what_the_page_says(block, tmp_path, monkeypatch):
     write_files(block.page, tmp_path)
     monkeypatch.chdir(tmp_path)

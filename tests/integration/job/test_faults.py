@@ -18,7 +18,7 @@ from benchmarks.faults.run import run_job
 pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
 
 # What a quick run tries: a phase each, and what only one rank decides or has otherwise.
-_QUICK = ("data set", "collator", "forward", "backward", "save", "plan")
+_QUICK = ("data set", "forward", "backward", "save", "plan")
 _QUICK_FAULTS = ("continue", "another schedule")
 _ELSEWHERE = FOREIGN[:3]  # in test_failures.py
 

@@ -28,7 +28,7 @@ CHECKS = ("ranks", "kernel torch", "uneven all_to_all", "uneven reduce_scatter",
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (1, ["--quick"]),
+        pytest.param(1, ["--quick"], marks=pytest.mark.slow),
         (2, ["--quick"]),
         pytest.param(2, [], marks=pytest.mark.slow),
         pytest.param(4, ["--quick"], marks=pytest.mark.slow),

@@ -178,7 +178,8 @@ def _train_by_default(rank: int) -> None:
 # --- what else a job may have ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_replicas_with_weights_and_evaluation_between_steps_train_as_one_process(stage: int) -> None:
     run_deepspeed(_train_replicas, 4, stage)
 

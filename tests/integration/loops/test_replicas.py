@@ -267,6 +267,7 @@ def test_the_trainer_equals_one_process(stage: int, trainer_of_one_process: Any)
         assert_same_parameters(trained, expected)
 
 
+@pytest.mark.slow
 def test_the_trainer_resumes_with_other_replicas(tmp_path: Path) -> None:
     options = {"save_steps": 3, "max_steps": 7, "save_strategy": "steps"}
     expected, _ = one_process(_train, None, {**options, "output_dir": str(tmp_path / "one")})

@@ -314,6 +314,7 @@ def _train(whole: list[dict[str, Tensor]], stage: int, placement: Any) -> tuple[
     return losses, norms, model
 
 
+@pytest.mark.slow
 def test_documents_placed_on_ranks_train_as_a_cut_stream() -> None:
     run_deepspeed(_check_documents, 2)
 

@@ -91,6 +91,7 @@ def _noting(widest: list[int], place: int) -> Any:
     return note
 
 
+@pytest.mark.slow
 def test_every_kind_of_stage_of_a_pipeline_trains_in_tiles() -> None:
     plan = plan_of(
         pipeline(1, 2, {"ranks": [0, 1], "layers": [0, 4], "inner": "tensor"}),

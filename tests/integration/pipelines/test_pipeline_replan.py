@@ -93,13 +93,12 @@ def held_layers(model):
 @pytest.mark.parametrize(
     ("name", "changes", "lora"),
     [
-        ("one", {}, False),
-        ("one", {"tie_word_embeddings": True}, False),
-        ("sequence", {}, True),
-        ("tensor", {}, True),
-        ("tensors", {"tie_word_embeddings": True, "vocab_size": VOCAB + 3}, False),
+        pytest.param("one", {}, False, id="", marks=pytest.mark.slow),
+        pytest.param("one", {"tie_word_embeddings": True}, False, id="tied"),
+        pytest.param("sequence", {}, True, id="sequence stages and adapters"),
+        pytest.param("tensor", {}, True, id="tensor stages and adapters"),
+        pytest.param("tensors", {"tie_word_embeddings": True, "vocab_size": VOCAB + 3}, False, id="tensor stages"),
     ],
-    ids=["", "tied", "sequence stages and adapters", "tensor stages and adapters", "tensor stages"],
 )
 def test_training_goes_on_as_on_one_process(name, changes, lora):
     outcomes = run_deepspeed(moved_as_one_process, 4, name, changes, lora)

@@ -276,7 +276,9 @@ def test_words_that_are_too_few_for_a_degree_are_refused():
         check_stages(model, read_plan(plan))
 
 
-@pytest.mark.parametrize("name", ["sequence stage and single stages", "tensor at both ends"])
+@pytest.mark.parametrize(
+    "name", ["tensor at both ends", pytest.param("sequence stage and single stages", marks=pytest.mark.slow)]
+)
 def test_adapters_are_trained_alone(name):
     """With tensor stages also under NCCL's rules."""
     rules = name.startswith("tensor")

@@ -51,7 +51,10 @@ def one_process() -> dict[str, Any]:
     return run_deepspeed(_loops_of_one_process, 1, env={"ACCELERATE_USE_CPU": "true"})[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+_SLOW = ("stage 2", "stage 3, documented loss")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in _SLOW)) for name in CASES])
 def test_loop_on_two_ranks_equals_one_process(name: str, one_process: dict[str, Any]) -> None:
     for ours in run_deepspeed(_loop, 2, CASES[name], 1, True, env={"ACCELERATE_USE_CPU": "false"}):
         _assert_same(ours, one_process[name], CASES[name]["stage"])

@@ -48,6 +48,7 @@ def test_equal_settings_become_one_job() -> None:
     )
 
 
+@pytest.mark.slow
 def test_frequent_recipes_train_as_on_one_process() -> None:
     _hold(_frequent(2, method="sft", images=False, base=""))
 

@@ -295,6 +295,7 @@ def _train_sft(rank: int, schedule: Any, placement: Any) -> Any:
     return logged(trainer), parameters(trainer.model, 0 if ds is None else 2)
 
 
+@pytest.mark.slow
 def test_flattened_documents_train_and_resume_as_on_one_process(tmp_path: Path) -> None:
     """Two samples of unequal length in each batch; saved in the middle of an epoch, with ZeRO-3 and recomputation."""
     options = {"output_dir": str(tmp_path / "one"), "save_steps": 3, "max_steps": 5, "save_strategy": "steps"}

@@ -224,7 +224,7 @@ QUICK = ("DPO", "DPO, the adapter taken off", "reward", "GKD")
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
-        pytest.param(kind, stage, marks=[] if stage == 2 and kind in QUICK else pytest.mark.slow)
+        pytest.param(kind, stage, marks=[] if stage == 2 and kind in ("DPO", "reward") else pytest.mark.slow)
         for kind in KINDS
         for stage in (2, 3)
     ],

@@ -110,7 +110,7 @@ def states(engine: Any) -> dict[str, np.ndarray]:
     return found
 
 
-_SLOW = ("2 ranks", "no overlap", "sequential")
+_SLOW = ("2 ranks", "no overlap", "sequential", "persistent")
 
 
 @pytest.mark.parametrize(

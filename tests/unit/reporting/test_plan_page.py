@@ -161,7 +161,6 @@ def test_a_page_of_benchmarks_draws_lines(browser, tmp_path):
 
 def test_what_does_not_belong_together_is_refused_by_name(capsys, tmp_path):
     path = plan_file(capsys, tmp_path)
-    out = tmp_path / "plan.html"
     other = tmp_path / "other"
     other.mkdir()
     run_of(
@@ -192,4 +191,4 @@ def test_what_does_not_belong_together_is_refused_by_name(capsys, tmp_path):
     # A file without a scenario is enough where the run has one.
     own = tmp_path / "run.json"
     run_of(described(path), own)
-    assert command(capsys, "report", tmp_path / "bare.json", "--run", own, "--out", out)[0] == 0
+    assert command(capsys, "trace", tmp_path / "bare.json", "--run", own, "--out", tmp_path / "own.json")[0] == 0

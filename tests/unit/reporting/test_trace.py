@@ -93,6 +93,7 @@ def test_spans_of_pipelines_add_up_to_the_predicted_step(capsys, tmp_path, cost_
         assert sum(e["dur"] for e in spans) / 1e6 == pytest.approx(judged(plan)[1].step_s, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # pandas' about the reader's own code
 def test_holistic_trace_analysis_reads_it(capsys, tmp_path):
     """The reader that is made for traces of torch.profiler; it rounds times down to whole microseconds."""

@@ -33,8 +33,14 @@ def test_on_cpu_only_in_the_interpreter(monkeypatch):
     assert "256" in available(cpu, torch.float32, 512)["triton"]
 
 
-@pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("name", ["forward", "dq", "dkv"])
+@pytest.mark.parametrize(
+    ("name", "many"),
+    [
+        pytest.param(name, many, marks=[] if many == (name != "forward") else pytest.mark.slow)
+        for name in ("forward", "dq", "dkv")
+        for many in (False, True)
+    ],
+)
 def test_compiles_for_ampere_within_registers_and_shared_memory(name, many):
     """The interpreter runs what the compiler refuses; 99 KiB is what the smallest Ampere GPU has."""
     build = Build(86, name, 64, "bf16", many, softcap=True)

@@ -353,6 +353,7 @@ def test_the_command_line_plans_under_the_published_model(capsys):
     assert planned["predicted"]["step_s"] < 16.5
 
 
+@pytest.mark.slow
 def test_the_command_line_compares_planners(capsys):
     assert run(["compare", *OPTIONS, "--parallel", "full", "--global-batch", "24", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
