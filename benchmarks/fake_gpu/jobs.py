@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from benchmarks.fake_gpu.step import Job
+from benchmarks.fake_gpu.step import IMAGE_SIZE, IMAGE_TOKEN, PATCH_SIZE, Job
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.common.reading import config_dir
 from ds_hetero.cost import CostModel, make_cost_model
@@ -29,6 +29,7 @@ class Setting:
         length: tokens of a sequence.
         zero_stage: of DeepSpeed.
         documents: packed in the sequence, as shares of it; none for one.
+        images: before the text, each 576 places of CLIP-L at 336 pixels, as LLaVA has them.
         tile_tokens: of MLPs and loss.
         checkpointing: recompute every layer.
     """
@@ -38,6 +39,7 @@ class Setting:
     length: int
     zero_stage: int = 3
     documents: tuple[int, ...] = ()
+    images: int = 0
     tile_tokens: int | None = 4096
     checkpointing: bool = True
 
@@ -45,7 +47,8 @@ class Setting:
     def name(self) -> str:
         """For people."""
         packed = f" in {len(self.documents)} documents" if self.documents else ""
-        return f"{self.model}, {self.cluster}, {self.length:,} tokens{packed}, ZeRO-{self.zero_stage}"
+        images = f" with {self.images} images" if self.images else ""
+        return f"{self.model}, {self.cluster}, {self.length:,} tokens{packed}{images}, ZeRO-{self.zero_stage}"
 
     @property
     def title(self) -> str:
@@ -85,12 +88,14 @@ class Setting:
         documents = tuple(self.length * share // sum(self.documents) for share in self.documents)
         if documents:
             documents = (*documents[:-1], self.length - sum(documents[:-1]))
+        config = config_of(self.model, layers, self.length)
         return Job(
             name=self.name,
-            config=config_of(self.model, layers, self.length),
+            config=_with_images(config) if self.images else config,
             schedule=self.schedule(),
             length=self.length,
             documents=documents,
+            images=self.images,
             zero_stage=self.zero_stage,
             checkpointing=self.checkpointing,
             tile_tokens=self.tile_tokens,
@@ -105,6 +110,7 @@ SETTINGS = (
     Setting(model="qwen3-30b-a3b", cluster="hexiseq-setting-1", length=65_536, tile_tokens=None),
     Setting(model="qwen3-next-80b-a3b", cluster="hexiseq-setting-3", length=131_072, tile_tokens=None),
     Setting(model="bamba-9b", cluster="a100-80-40", length=131_072),
+    Setting(model="llama-2-7b", cluster="hexiseq-setting-1", length=65_536, images=32, tile_tokens=None),
     Setting(model="llama-3.1-8b", cluster="hexiseq-simulation-2", length=1_048_576),
 )
 
@@ -135,3 +141,15 @@ def config_of(model: str, layers: int | None, length: int) -> dict[str, Any]:
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][:layers]
     return config
+
+
+def _with_images(text: dict[str, Any]) -> dict[str, Any]:
+    """LLaVA 1.5 around a text model: CLIP-L's tower for images of 336 pixels, and its projector."""
+    vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+    sizes = {"image_size": IMAGE_SIZE, "patch_size": PATCH_SIZE, "projection_dim": 768}
+    return {
+        "model_type": "llava",
+        "text_config": text | {"vocab_size": text["vocab_size"] + 64},
+        "vision_config": {"model_type": "clip_vision_model", **vision, **sizes},
+        "image_token_index": IMAGE_TOKEN,
+    }

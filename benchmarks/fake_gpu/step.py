@@ -28,6 +28,8 @@ DTYPE = torch.bfloat16
 _STEPS = {
     3: 3
 }  # by ZeRO stage, else 2; the last one counts: in the first two ZeRO-3 learns in which order parameters are used
+IMAGE_SIZE, PATCH_SIZE, IMAGE_TOKEN = 336, 14, 32_000  # of CLIP-L in LLaVA 1.5
+_PLACES = (IMAGE_SIZE // PATCH_SIZE) ** 2  # in the sequence, of an image
 _PARTS = {"embed": "embedding", "norm": "norm", "mlp": "mlp", "attn": "attention module", "head": "head"}
 
 
@@ -41,6 +43,7 @@ class Job:
         schedule: of all ranks.
         length: tokens of a sequence.
         documents: lengths of those packed in it; none for one.
+        images: that stand before the text.
         zero_stage: 0 to 3.
         checkpointing: recompute every layer.
         tile_tokens: as ``"tile_tokens"`` of the section.
@@ -51,6 +54,7 @@ class Job:
     schedule: Schedule = field(repr=False)
     length: int
     documents: tuple[int, ...] = ()
+    images: int = 0
     zero_stage: int = 3
     checkpointing: bool = True
     tile_tokens: int | None = None
@@ -117,7 +121,10 @@ def placed_batch(job: Job) -> PlacedBatch:
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
     if job.documents:
         batch["position_ids"] = torch.cat([torch.arange(length) for length in job.documents])[None]
-    return place(stream_placement, job.schedule, read_batch(batch))
+    if job.images:
+        ids[0, : job.images * _PLACES] = IMAGE_TOKEN
+        batch["pixel_values"] = torch.zeros(job.images, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=DTYPE)
+    return place(stream_placement, job.schedule, read_batch(batch, keep_inputs=bool(job.images)))
 
 
 def header_of(placed: PlacedBatch, rank: int) -> Tensor:
@@ -141,7 +148,7 @@ def _engine_of(job: Job, recorder: Recorder) -> tuple[Any, Any]:
 def engine_of(job: Job, where: torch.device, fill: Callable[[nn.Module], None] | None = None) -> tuple[Any, Any]:
     """DeepSpeed's engine of this rank with the model on a device, and our handle; ``fill`` writes its weights."""
     import deepspeed
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.initialization import no_init_weights
 
     import ds_hetero
@@ -160,7 +167,8 @@ def engine_of(job: Job, where: torch.device, fill: Callable[[nn.Module], None] |
     }
     cut = deepspeed.zero.Init(config_dict_or_path=config) if job.zero_stage == 3 else contextlib.nullcontext()
     with torch.device(where), no_init_weights(), cut:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**job.config), dtype=DTYPE)
+        of_class = AutoModelForImageTextToText if job.images else AutoModelForCausalLM
+        model = of_class.from_config(AutoConfig.for_model(**job.config), dtype=DTYPE)
     model.tie_weights()
     model.train()
     if fill is not None:
