@@ -218,6 +218,7 @@ def workload_of(row: Row, model: ModelSpec, constants: Constants | None = None) 
         tiled_logits=row["loss"] not in ("whole", ""),
         tiled_mlp=row["tiled_mlp"] == "1",
         fused_kernels="Liger" in row["notes"] or row["loss"] == "fused",
+        compiled=row["compile"] == "1",
         gradient_bytes=gradient,
         optimizer_bytes=optimizer,
         offload_activations="activations" in row["offload"],

@@ -139,14 +139,21 @@ class BlockPasses:
         self._has_message_overhead = bool(cluster.message_overhead_s.any())
 
     def _pass(self, name: str, repeats: int, products: float, backward: int, operations: int, again: float) -> Pass:
-        """One pass from its terms: a product's operations, elements of memory-bound kernels, the host's time."""
+        """One pass from its terms: a product's operations, elements of memory-bound kernels, the host's time.
+
+        Gated models are counted as transformers runs them, kernel by kernel, unless Liger or a compiler joins these.
+        """
         rates, model, work, cut = self.rates, self.model, self.workload, self._cut
-        rank, elements = work.adapter_rank, flops.elementwise_elements(model, cut) * (1 + backward)
+        is_eager = model.gated_mlp and not (work.fused_kernels or work.compiled)
+        rank = work.adapter_rank
         product_s = flops.matmul_flops(model) * products * rates.s_per_flop
         beside_s = (flops.adapter_flops(model, rank) * (1 + backward) + again) * rates.s_per_flop
-        elements += flops.adapter_elements(model, rank) / cut + flops.recomputed_elements(model, work) * backward / cut
+        elements = flops.adapter_elements(model, rank) / cut + flops.recomputed_elements(model, work) * backward / cut
         copied_s = 0.0 if backward else checkpoint_copy_s_D(self.cluster.devices, model, work)
-        token_s = (product_s + beside_s) / cut + elements * work.element_bytes * rates.memory_s_per_byte
+        memory_s = elements * rates.memory_s_per_byte + flops.elementwise_elements(model, cut) * (1 + backward) * (
+            rates.eager_s_per_byte if is_eager else rates.memory_s_per_byte
+        )
+        token_s = (product_s + beside_s) / cut + work.element_bytes * memory_s
         restored_s = restored_bytes(model, work) / cut * rates.memory_s_per_byte
         return Pass(
             name=name,

@@ -27,14 +27,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.terms.flops import AchievedRates
+from ds_hetero.cost.terms.flops import COPY_SHARE, AchievedRates
 from ds_hetero.cost.terms.times import RingCollective
 from ds_hetero.errors import PlanError
 
 PRODUCT, ATTENTION, CAUSAL, MEMORY = "product", "attention", "causal", "memory"  # kinds of operations
 WAIT, HOST = "wait", "host"  # why a device stands still
 CPU = "CPU"  # what a profile calls devices that are their own host
-COPY_SHARE = 0.9  # of a card's bandwidth that copies reach; a profile has measured them
 LAUNCHES_OF_A_LAYER = 36  # forward, of transformers' Llama in eager mode: python -m benchmarks.fake_gpu.played record
 
 

@@ -78,6 +78,7 @@ class Workload:
     quantization: str | None = None  # of frozen weights, one of `ds_hetero.models.configs.QUANTIZATIONS`
     logit_bytes: float | None = None  # of memory that the loss needs for a logit; None for what today's transformers do
     fused_kernels: bool = False  # Liger's: the loss in tiles, and MLPs that keep gate and up alone
+    compiled: bool = False  # torch.compile: norms, rotary embedding and activation are a kernel each
     selective_checkpointing: bool = False  # in the place of whole layers, norms and activations are computed again
     buffers: Buffers = Buffers()  # DeepSpeed's
     data_parallel: int = 1  # replicas that share the ZeRO partition with this one

@@ -25,6 +25,12 @@ ATTENTION_BACKWARD_FLOPS = 10
 
 ADAPTER_INPUT_ELEMENTS, ADAPTER_OUTPUT_ELEMENTS = 4, 5
 
+COPY_SHARE = 0.9  # of a card's bandwidth that copies reach; a profile has measured them
+# Bytes that transformers' Llama moves in norms (in fp32), rotary embedding and activation, where every operation is a
+# kernel, over those of `elementwise_elements`: python -m benchmarks.fake_gpu.played record. One H200 and public steps
+# of such models agree with it, see docs/real-cards.md.
+EAGER_BYTES = 3.2
+
 MATMUL_BACKWARD = 2  # gradients of the input and of the weight, as many operations each as the forward product
 
 
@@ -133,6 +139,7 @@ class AchievedRates:
     s_per_flop: Floats  # seconds per operation of a large matrix product
     half_tokens: Floats  # tokens at which a matrix product runs at half of that rate
     memory_s_per_byte: Floats  # seconds per byte that a memory-bound kernel reads or writes
+    eager_s_per_byte: Floats  # of `elementwise_elements`, where every operation of theirs is a kernel
     layer_host_s: Floats  # least time of one layer's forward, that of the host to launch it
     kernel_overhead_s: Floats  # host and launch time of one layer's forward outside attention
     attention_flops_per_s: dict[str, Floats]  # operations per second of attention, by the name of the pass
@@ -148,10 +155,13 @@ class AchievedRates:
             field.name: np.array([getattr(device.efficiency, field.name) for device in cluster.devices])
             for field in fields(Efficiency)
         }
+        memory_s_per_byte = 1 / (cluster.memory_bytes_per_s * share["memory"])
+        eager_s_per_byte = EAGER_BYTES / (COPY_SHARE * cluster.memory_bytes_per_s)
         return cls(
             s_per_flop=1 / (cluster.peak_flops_per_s * share["matmul"]),
             half_tokens=share["matmul_half_tokens"],
-            memory_s_per_byte=1 / (cluster.memory_bytes_per_s * share["memory"]),
+            memory_s_per_byte=memory_s_per_byte,
+            eager_s_per_byte=np.where(share["layer_host_s"] > 0, eager_s_per_byte, memory_s_per_byte),  # else profiled
             layer_host_s=share["layer_host_s"],
             kernel_overhead_s=share["kernel_overhead_s"],
             attention_flops_per_s={
