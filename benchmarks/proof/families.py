@@ -383,11 +383,11 @@ _EVERY = 3  # of placements, and of patterns of readers, one of so many has its 
 
 
 def _order_portions(scope: Scope) -> Iterator[tuple[Any, ...]]:
+    yield from (("large", first, min(first + _LARGE, scope.large)) for first in range(0, scope.large, _LARGE))
     yield from (("plans", *portion) for portion in _plan_portions(scope))
     yield from (("heads", *portion) for portion in _head_portions(scope))
     yield from (("lanes", *portion) for portion in _document_portions(scope))
     yield from (("routes", *portion) for portion in _route_portions(scope))
-    yield from (("large", first, min(first + _LARGE, scope.large)) for first in range(0, scope.large, _LARGE))
 
 
 def _order_cases(kind: str, *portion: Any) -> Iterator[Case]:
