@@ -83,6 +83,7 @@ _TRAINING = (
         "--gradient-dtype", type=click.Choice(("bf16", "fp32")), default="bf16", help="Of gradients while they add up."
     ),
     click.option("--liger", "fused_kernels", is_flag=True, help="Liger's kernels: the loss in tiles, lean MLPs."),
+    click.option("--compile", "compiled", is_flag=True, help="torch.compile joins kernels of norms and activations."),
     click.option(
         "--selective-checkpointing", is_flag=True, help="Compute norms and activations again, not whole layers."
     ),

@@ -162,7 +162,7 @@ def read_scenario(data: Any) -> PlanScenario:
 
 _LATER = (  # fields that files of earlier versions do not have
     *("tiled_mlp", "offload_activations", "tile_tokens", "adapter_rank", "trains_embedding"),
-    *("quantization", "logit_bytes", "fused_kernels", "selective_checkpointing", "zero_within"),
+    *("quantization", "logit_bytes", "fused_kernels", "compiled", "selective_checkpointing", "zero_within"),
 )
 
 

@@ -162,6 +162,7 @@ def _trained(work: Workload) -> dict[str, object]:
         "recompute": recomputed,
         "peft": adapted if work.adapter_rank else "full",
         "offload": "+".join(name for name, is_there in offloads.items() if is_there),
+        "compile": "1" if work.compiled else "",
         "loss": "fused" if work.fused_kernels else "chunked" if work.tiled_logits else "whole",
         "tiled_mlp": int(work.tiled_mlp),
     }

@@ -41,6 +41,7 @@ OTHER = {
     "quantization": "nf4",
     "logit_bytes": 18.7,
     "fused_kernels": True,
+    "compiled": True,
     "selective_checkpointing": True,
 }
 
