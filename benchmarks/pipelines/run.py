@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import mean, median
@@ -70,6 +71,8 @@ def _by_turns(lab: RankLab, contest: Contest, chosen: list[Candidate], profile: 
     steps = {STOCK: stock_step(contest.task)}  # before any of ours is registered
     for candidate in chosen:
         steps[candidate.name] = step_of(candidate.plan, contest.task)
+    cpu_s: dict[str, list[float]] = {name: [] for name in steps}
+    steps = {name: _counted(step, cpu_s[name]) for name, step in steps.items()}
     losses = {}
     for done, (name, step) in enumerate(steps.items()):
         lab.report(0.2 + 0.2 * done / len(steps), f"warming up {name}")
@@ -80,6 +83,8 @@ def _by_turns(lab: RankLab, contest: Contest, chosen: list[Candidate], profile: 
     looks = {MACHINE: lambda: rates.append(product_rate(_SPEED_S))}
     turns = take_turns({**looks, **steps}, contest.rounds, contest.budget_s, lab.own_pids)
     del turns.seconds[MACHINE]
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, {name: median(spent[_WARM_UPS:]) for name, spent in cpu_s.items()})
     speeds = _speeds(lab, median(rates) / profile[1])
     meanwhile = of_rank_0(
         lambda: {each.name: predicted_s(scaled(profile[0], speeds), contest.task, each.plan) for each in chosen}
@@ -89,6 +94,7 @@ def _by_turns(lab: RankLab, contest: Contest, chosen: list[Candidate], profile: 
         "text": lab.describe(),
         "task": asdict(contest.task),
         "losses": losses,
+        "cpu_s": {name: [of_rank[name] for of_rank in by_rank] for name in steps},
         "speeds_meanwhile": speeds,
         "plans": {
             candidate.name: {
@@ -100,6 +106,18 @@ def _by_turns(lab: RankLab, contest: Contest, chosen: list[Candidate], profile: 
         },
         **asdict(turns),
     }
+
+
+def _counted(step: Callable[[], float], cpu_s: list[float]) -> Callable[[], float]:
+    """The same step, which notes the CPU time that it takes of this rank's thread: what it waits for is not in it."""
+
+    def run() -> float:
+        begin_s = time.thread_time()
+        loss = step()
+        cpu_s.append(time.thread_time() - begin_s)
+        return loss
+
+    return run
 
 
 def cluster_of(lab: RankLab) -> Cluster:

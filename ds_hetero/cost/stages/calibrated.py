@@ -1,9 +1,9 @@
 """Stages, hops and gradients as the runtime runs them, at the rates that devices and links achieve.
 
     one, tensor  products and attention cut by n at the efficiency of narrower ones, norms and residuals by every rank,
-                 two all-reduces of b S H elements in the forward and two in the backward of a layer; embedding, head
-                 and loss cut by words, with an all-reduce of b S H elements each, and of the loss two of numbers by
-                 token
+                 two all-reduces of b S H elements in the forward and two in the backward of a layer, one when it is
+                 computed again, since nothing in the backward needs what the second adds up; embedding, head and loss
+                 cut by words, with an all-reduce of b S H elements each, and of the loss two of numbers by token
     sequence     see `ds_hetero.cost.stages.sequence`
     gradients, memory  see `ds_hetero.cost.stages.gradients`
 
@@ -104,7 +104,7 @@ class CalibratedStageCosts(StageCosts):
         reduced_s = self._reduced_s(kind, size, micro_batch_size)
         forward_s, backward_s = (block.alone_s() + 2 * reduced_s).tolist()
         if work.activation_checkpointing:
-            backward_s += forward_s
+            backward_s += forward_s - reduced_s
         loss_s = float((self.seq_len / size * block.loss_s_per_token_D + block.loss_fixed_s_D)[0])
         layer = layer_memory(model, of_batch, LayerShare.of_cut(model, of_batch, size))
         return StageOption(

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks.proof.chance import random_parts
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.stages import check_stages, impossible_inners
 from ds_hetero.values.plans import read_plan
-from tests.integration.tiny import VOCAB, compute_in, llama
-from tests.support import run_deepspeed
+from tests.integration.tiny import VOCAB, checkpoint_activations, compute_in, llama
+from tests.support import run_deepspeed, run_ranks
 
 LAYERS, HEADS, KV_HEADS = 4, 4, 2
 
@@ -238,6 +239,31 @@ def test_unequal_stages_train_as_one_process(name, tied):
     assert max(worst for worst, _ in outcomes) < 1e-12
     whole = sum(parameter.numel() for parameter in llama(num_hidden_layers=LAYERS, **changes).parameters())
     assert all(held < whole for _, held in outcomes[:4])
+
+
+def sums_of_layers(rank, recomputes):
+    """All-reduces of the forward and of the backward of all layers of a decoder."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ds_hetero.frameworks.transformers.stages.parts import TensorCut
+
+    model = llama(num_hidden_layers=LAYERS).train()
+    if recomputes:
+        checkpoint_activations(model, reentrant=False)
+    TensorCut(model, DeviceMesh("cpu", [0, 1]))
+    sums, reduce = [], dist.all_reduce
+    dist.all_reduce = lambda x, **options: (sums.append(x.shape), reduce(x, **options))[1]
+    hidden = torch.ones(1, 5, 32, requires_grad=True)
+    output = model.model(inputs_embeds=hidden, use_cache=False).last_hidden_state
+    forward = len(sums)
+    output.sum().backward()
+    assert set(sums) == {hidden.shape}
+    return forward, len(sums) - forward
+
+
+@pytest.mark.parametrize(("recomputes", "backward"), [(False, 2), (True, 3)], ids=["", "computed again"])
+def test_layers_add_up_as_often_as_plans_count(recomputes, backward):
+    assert run_ranks(sums_of_layers, 2, recomputes) == [(2 * LAYERS, backward * LAYERS)] * 2
 
 
 def centered(logits):

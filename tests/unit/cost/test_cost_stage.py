@@ -79,6 +79,21 @@ def test_tensor_stages_cut_embedding_head_and_logits_and_add_all_reduces():
     assert one.last_s > two.last_s > one.last_s / 2 + reduced_s
 
 
+def test_layers_that_are_computed_again_add_up_once_less():
+    """Counted in the real code by tests/integration/pipelines/test_pipelines.py."""
+    again, once = (
+        CalibratedStageCosts(CLUSTER, MODEL, replace(WORK, activation_checkpointing=recomputes)).stage(
+            3, 2, "tensor", 1, 1
+        )
+        for recomputes in (True, False)
+    )
+    link = CLUSTER.nodes[3].link
+    sent_s = 4096 * MODEL.hidden_size / (link.bytes_per_s * link.p2p_efficiency)
+    reduced_s = 2 * (link.latency_s + sent_s)
+    assert again.forward_s == once.forward_s
+    assert again.backward_s - once.backward_s == pytest.approx(once.forward_s - reduced_s)
+
+
 @pytest.mark.parametrize("inner", INNER)
 def test_tiles_count_in_every_kind_of_stage_that_computes_them(inner):
     """The logits of llama-3.1-8b at 32,768 tokens and their gradient take 16 GiB, and 1 GiB in tiles of 1,024."""
