@@ -457,7 +457,16 @@ _LOOP_ROWS = (
         ),
     ),
     Row(
-        what="pipelines with `replan`: layers move between stages of one rank and of sequence parallelism",
+        what="dropout in tensor stages, of attention, of the residual stream and of LoRA",
+        status="tested",
+        tests=(
+            "tests/integration/pipelines/test_pipeline_dropout.py::test_ranks_of_a_tensor_stage_drop_what_one_process_drops",
+            "tests/dist/test_cut_dropout.py::test_parts_of_a_mask_are_those_of_one_process_and_generators_stay_alike",
+        ),
+        note='attention with `attn_implementation="eager"`',
+    ),
+    Row(
+        what="pipelines with `replan`: layers move between stages of one rank, tensor and sequence parallelism",
         status="tested",
         tests=(
             "tests/integration/pipelines/test_pipeline_replan.py::test_training_goes_on_as_on_one_process",
