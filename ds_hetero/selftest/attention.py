@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import batch_layout
-from ds_hetero.runtime.attention.kernels import KERNELS, AttentionKernel, select
-from ds_hetero.runtime.attention.kernels.choice import KernelEntry
+from ds_hetero.runtime.attention.kernels import KERNELS, AttentionKernel, KernelEntry, select
 from ds_hetero.runtime.attention.reference import dense_attention
 from ds_hetero.runtime.devices import has_native_bf16
 from ds_hetero.runtime.documents import Documents, rows_of

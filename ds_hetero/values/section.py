@@ -7,7 +7,7 @@ What a section stands for is the part of `ds_hetero.decision.decide`. Imports no
 The attention kernels by name, best first; configuration, documents and the running half read this list.
 
 Imports no torch, so that a configuration can be checked without it. What stands behind a name, and where it works:
-`ds_hetero.runtime.attention.kernels.choice`.
+`ds_hetero.runtime.attention.kernels`.
 """
 
 from __future__ import annotations

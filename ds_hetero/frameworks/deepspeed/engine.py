@@ -177,7 +177,8 @@ class EngineInstaller(Installer):
         weights, nodes = optimizers.agree_on_owners(
             prepared.start, self._ds_config, prepared.model.model, self._given.get("optimizer")
         )
-        stage3.gather_experts_at_once(self._registry.adapters.models.containers_of_experts(prepared.model.model))
+        if prepared.start.facts.training.zero_stage == 3:
+            stage3.gather_experts_at_once(self._registry.adapters.models.containers_of_experts(prepared.model.model))
         replica_state = SequenceParallelState(replica, sp_size)
         with (
             _sequence_parallelism_hidden(replica_state, self._registry),

@@ -1,13 +1,27 @@
-"""Block attention with log-sum-exp: interchangeable kernels, and the merging of partial results."""
+"""Block attention with log-sum-exp: interchangeable kernels, which of them runs where, and merging of partial results.
+
+A new kernel is a name in `ds_hetero.values.section.KERNEL_NAMES`, a module here and an entry of `KERNELS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 
 from ds_hetero.batch.tiles import Band
-from ds_hetero.runtime.attention.kernels.choice import KERNELS, available, select
+from ds_hetero.errors import ConfigError
+from ds_hetero.runtime.attention.kernels.flash_attn import FlashAttnKernel, flash_attn_refusal
 from ds_hetero.runtime.attention.kernels.interface import AttentionKernel, PackedBlocks, SavedForward, Scores, merge_
+from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel, torch_is_slow, torch_refusal
+from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel, triton_is_slow, triton_refusal
 
 __all__ = [
     "KERNELS",
     "AttentionKernel",
     "Band",
+    "KernelEntry",
     "PackedBlocks",
     "SavedForward",
     "Scores",
@@ -15,3 +29,65 @@ __all__ = [
     "merge_",
     "select",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEntry:
+    """One kernel of the list. Its functions take (device, dtype, head size, soft cap or None) of a block.
+
+    Args:
+        name: as in `ds_hetero.values.section`.
+        refusal: why the kernel cannot run such a block, or None if it can.
+        is_slow: whether it can, but another kernel that works is to be preferred.
+    """
+
+    name: str
+    make: Callable[[], AttentionKernel]
+    refusal: Callable[[torch.device, torch.dtype, int, float | None], str | None]
+    is_slow: Callable[[torch.device, torch.dtype, int, float | None], bool]
+
+
+KERNELS = (  # best first
+    KernelEntry("flash_attn", FlashAttnKernel, flash_attn_refusal, is_slow=lambda *block: False),
+    KernelEntry("torch", TorchKernel, torch_refusal, torch_is_slow),
+    KernelEntry("triton", TritonKernel, triton_refusal, triton_is_slow),
+)
+
+
+def select(
+    device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None, requested: str | None
+) -> AttentionKernel:
+    """Return the kernel that ``requested`` names, or the first of `KERNELS` that works here and is not slow.
+
+    Args:
+        head_dim: D.
+        softcap: of the model, or None.
+        requested: the "attention" key of the configuration.
+
+    Raises:
+        ConfigError: the requested kernel is unknown or does not work here.
+    """
+    block = (device, dtype, head_dim, softcap)
+    working = (entry for entry in KERNELS if entry.refusal(*block) is None)
+    if requested is None:
+        slow = []
+        for entry in working:
+            if not entry.is_slow(*block):
+                return entry.make()
+            slow.append(entry)
+        return slow[0].make()
+    for entry in working:
+        if entry.name == requested:
+            return entry.make()
+    reasons = {entry.name: entry.refusal(*block) for entry in KERNELS}
+    problem = f"does not work here: {reasons[requested]}" if requested in reasons else "is no kernel"
+    others = "; ".join(f'"{name}": {reason or "works"}' for name, reason in reasons.items())
+    raise ConfigError(
+        f'heterogeneity.attention = "{requested}" {problem}. For {dtype} with head size {head_dim} on {device} '
+        f"there are {others}. Name one that works, or leave the key out to get the best of them."
+    )
+
+
+def available(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
+    """Every kernel's name with None, or with the reason why it does not work for such tensors."""
+    return {entry.name: entry.refusal(device, dtype, head_dim, None) for entry in KERNELS}
