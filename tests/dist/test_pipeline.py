@@ -136,9 +136,15 @@ def stages_train_as_one_process(rank, world_size, seeds):
         sync.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_unequal_pipelines_train_as_one_process(world_size):
-    run_ranks(stages_train_as_one_process, world_size, world_size, range(16), timeout_s=240)
+@pytest.mark.parametrize(
+    ("world_size", "seeds"),
+    [
+        *((world_size, range(6)) for world_size in (2, 3, 5)),
+        *(pytest.param(world_size, range(6, 16), marks=pytest.mark.slow) for world_size in (2, 3, 5)),
+    ],
+)
+def test_unequal_pipelines_train_as_one_process(world_size, seeds):
+    run_ranks(stages_train_as_one_process, world_size, world_size, seeds, timeout_s=240)
 
 
 LENGTH, ROWS, COUNT = 13, 2, 3

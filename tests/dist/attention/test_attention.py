@@ -105,7 +105,7 @@ def _check_by_heads(rank, nodes, per_node, num_cases):
 
 
 @pytest.mark.sweep(keep=1)
-@_few_or_many(few=[(2, 8), (3, 10), (4, 12)], many=[(2, 40), (3, 60), (4, 100)])
+@_few_or_many(few=[(2, 8), (3, 10), (4, 16)], many=[(2, 40), (3, 60), (4, 100)])
 def test_tokens_that_others_hold_outside_attention_equal_one_process(world_size, num_cases):
     """Two hundred placements in the slow suite, of every kind of lane; fp64 to 1e-12."""
     counts = run_ranks(_check_moves, world_size, num_cases, timeout_s=240)

@@ -87,9 +87,7 @@ def plain_loop_of_one_process() -> tuple[list[float], list[float], dict[str, np.
     return losses, norms, parameters(model)
 
 
-@pytest.mark.parametrize(
-    "stage", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
-)
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2, 3))])
 def test_a_plain_loop_equals_one_process(stage: int, plain_loop_of_one_process: Any) -> None:
     losses, norms, expected = plain_loop_of_one_process
     for our_losses, our_norms, trained in run_deepspeed(_plain_loop, 4, stage):

@@ -254,6 +254,7 @@ def _go_on(rank: int, folder: str) -> None:
         engine.load_checkpoint(folder, "second")
 
 
+@pytest.mark.slow
 def test_trainer_resumes_under_other_weights(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "model")
     run_deepspeed(_train_and_resume, 2, str(tmp_path), env={"ACCELERATE_USE_CPU": "false"})

@@ -46,7 +46,7 @@ def reference(world: int, micro_batches: int) -> tuple[list[float], list[float],
     return losses, norms, {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-_SLOW = ("2 + 1", "no reduce_scatter")
+_SLOW = ("2 + 1", "2 + 1 + 3", "no reduce_scatter")
 
 
 @pytest.mark.parametrize(

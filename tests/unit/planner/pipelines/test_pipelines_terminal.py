@@ -65,6 +65,7 @@ def test_ctrl_c_in_a_terminal_takes_the_best_plan_so_far(tmp_path, options):
     assert json.loads((tmp_path / "plan.json").read_text())["version"] == 2
 
 
+@pytest.mark.slow
 def test_an_interrupt_reaches_a_search_that_nobody_watches(tmp_path, options):
     command = [sys.executable, "-m", "ds_hetero.cli", *options, "--global-batch", "512", "--json"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
