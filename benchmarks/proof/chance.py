@@ -151,7 +151,8 @@ def random_plan(rng: random.Random, world_size: int, layers: int, *, tensor: boo
         stages = []
         for size, of_stage in zip(sizes, pairwise(cuts), strict=True):
             members, own = tuple(own[:size]), own[size:]
-            inner = "one" if size == 1 else "tensor" if tensor and size in (2, 4) and rng.random() < 0.3 else "sequence"
+            cut = tensor and size in (2, 4) and heads % size == 0 and rng.random() < 0.3
+            inner = "one" if size == 1 else "tensor" if cut else "sequence"
             schedule = None
             if inner == "sequence":
                 schedule = random_schedule(rng, size, heads, kv_heads).shifted(members[0])
