@@ -167,14 +167,16 @@ class Foreign(UniformParallelizer):
 
 
 def test_a_foreign_parallelizer_plans_the_islands():
+    """The same answers make the same plan; other latencies, of which the plan is made, another one."""
     costs = _costs()
-    slower = Foreign(costs, lambda plan: {"period_s": plan.period_s, "latency_s": 2 * plan.latency_s})
-    ours, theirs = (
+    same = Foreign(costs, lambda plan: {})
+    slower = Foreign(costs, lambda plan: {"latency_s": 2 * plan.latency_s})
+    ours, theirs, others = (
         plan_tangram(costs, costs.time_objective(), 8, (1,), variant=TangramVariant(parallelizer=each))
-        for each in (None, slower)
+        for each in (None, same, slower)
     )
-    assert ours.calls > 0 and theirs.calls > 0
-    assert theirs.candidate.step_s >= ours.candidate.step_s * (1 - 1e-9)
+    assert theirs.calls == ours.calls > 0 and theirs.candidate.step_s == ours.candidate.step_s
+    assert others.candidate.step_s != ours.candidate.step_s
 
 
 @pytest.mark.parametrize(
