@@ -24,7 +24,7 @@ HEAD_FORWARD = 1 / 3  # of embedding and head: one product of three
 TOLERANCE = 1e-9  # of a period, for layers that just fit
 PERIODS = 96  # shortest periods that are all tried; of longer ones about as many
 GIVERS, TAKERS = 6, 8  # stages between which single layers are moved
-POLISHED = (4, 128)  # micro-batches for which single layers are moved
+POLISHED = (4, 24, 128)  # micro-batches for which single layers are moved
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class Launch(NamedTuple):
     dkv: BlockSizes
 
 
-DELTA = BlockSizes(32, 0, 4, 1)  # rows of the kernel that multiplies nothing
+DELTA = BlockSizes(32, 0)  # rows of the kernel that multiplies nothing
 
 
 # By padded head size: products of 16-bit numbers on tensor cores, from Ampere on.
@@ -47,11 +47,17 @@ _ON_TENSOR_CORES = {
 }
 # By compute capability, from there to the next one: what would spill there with the sizes above.
 _WOULD_SPILL = {
-    80: {128: {"forward": BlockSizes(128, 64, 8, 1), "dkv": BlockSizes(32, 64, 8, 1)}},
-    86: {128: {"forward": BlockSizes(128, 64, 8, 1)}},
+    80: {
+        64: {"forward": BlockSizes(128, 32)},
+        128: {"forward": BlockSizes(128, 32, 8, 1), "dkv": BlockSizes(32, 64, 8, 1)},
+    },
+    86: {128: {"forward": BlockSizes(64, 64)}, 256: {"dq": BlockSizes(32, 32, 4, 1)}},
     90: {128: {"dkv": BlockSizes(16, 64)}},
     100: {128: {"dkv": BlockSizes(16, 64, 8, 1)}},
-    120: {128: {"forward": BlockSizes(64, 64)}},
+    120: {
+        64: {"forward": BlockSizes(128, 32), "dq": BlockSizes(128, 32, 8, 1)},
+        128: {"forward": BlockSizes(64, 64), "dkv": BlockSizes(32, 64, 8, 1)},
+    },
 }
 # All other products: float32, and anything on Volta and Turing.
 _ON_ORDINARY_CORES = {
