@@ -234,10 +234,8 @@ class StandingMemory:
 def memory_moments(standing: StandingMemory, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
     """Memory of every rank of a job that shares sequences; leading dimensions of the arguments are kept."""
     model, workload, states = standing.model, standing.workload, standing.states
-    checkpointed, stays = (
-        workload.activation_checkpointing,
-        stays_on_device(grouping.cluster, model, workload, tokens_D),
-    )
+    checkpointed = workload.activation_checkpointing
+    stays = stays_on_device(grouping.cluster, model, workload, tokens_D)
     layer = layer_memory(model, workload, LayerShare.of_sequence(model, workload, grouping, tokens_D, heads_D))
     activations, of_one = layer.kept_by_all, layer.kept
     if checkpointed:

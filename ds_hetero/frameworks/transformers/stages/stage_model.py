@@ -254,12 +254,12 @@ class StageModel:
     @contextlib.contextmanager
     def _forward_of_stage(self) -> Iterator[None]:
         self._is_running, cut = True, self._cut
-        draws = cut is not None and cut.draws and self._decoder.training
         try:
-            with (
-                contextlib.nullcontext() if self._sharded is None else sharding(True),
-                same_draws(cut.group) if draws and cut is not None else contextlib.nullcontext(),
-            ):
+            with contextlib.ExitStack() as stack:
+                if self._sharded is not None:
+                    stack.enter_context(sharding(True))
+                if cut is not None and cut.draws and self._decoder.training:
+                    stack.enter_context(same_draws(cut.group))
                 yield
         finally:
             self._is_running = False
