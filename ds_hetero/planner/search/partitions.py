@@ -79,7 +79,7 @@ def cover(patterns: Ints, heads_C: Ints, count_C: Ints, num_heads: int, thrift: 
         waste = patterns @ heads_C - num_heads
         even = left * (num_heads / (left @ heads_C))
         deviation = np.abs(patterns - even) @ heads_C
-        best = patterns[np.argmin(waste + thrift * deviation)]
+        best = patterns[np.argmin(np.round(waste + thrift * deviation, 9))]  # ties are ties on every machine
         uses = best > 0
         times = int((left[uses] // best[uses]).min())
         if deviation.min() > 1e-9:
