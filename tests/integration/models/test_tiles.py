@@ -91,6 +91,39 @@ def _noting(widest: list[int], place: int) -> Any:
     return note
 
 
+def test_a_checkpointed_layer_computes_its_tiles_twice_and_not_three_times() -> None:
+    """Its own recomputation ends where the MLP begins; it ran all tiles but one, which were then computed again."""
+    from ds_hetero.frameworks.transformers.model.tiles import Tiles
+
+    tiled, plain = llama(), llama()
+    for model in (tiled, plain):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    tokens = [0] * len(tiled.model.layers)
+
+    def counting(layer: int) -> Any:
+        def count(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            tokens[layer] += output.shape[1]
+
+        return count
+
+    for number, layer in enumerate(tiled.model.layers):
+        layer.mlp.up_proj.register_forward_hook(counting(number))
+    (batch,) = batches(1)
+    length = batch["input_ids"].shape[1]
+    tiles = Tiles(tiled, tiled.model, TILE)
+    tiles.begin((length,))
+    for _ in range(2):  # what a backward unpacks once can be had again in the next
+        loss = tiled(**batch).loss
+        loss.backward(retain_graph=True)
+        assert set(tokens) == {2 * length}
+        loss.backward()
+        assert set(tokens) == {3 * length}
+        tokens[:] = [0] * len(tokens)
+        plain(**batch).loss.backward()
+    for ours, expected in zip(tiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad / 2, expected.grad, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.slow
 def test_every_kind_of_stage_of_a_pipeline_trains_in_tiles() -> None:
     plan = plan_of(

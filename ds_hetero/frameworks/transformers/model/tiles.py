@@ -1,9 +1,11 @@
 """MLPs and the loss of a shard tile by tile, so that neither the MLP's wide activations nor the logits exist whole.
 
-A tile is computed again in the backward, and only its input is kept. The loss of a tile comes from the model's own
-``forward`` with a stand-in for the decoder, which returns the tile's hidden states: whatever the model does to its
-logits (scales, caps) is in it. Every rank has as many tiles as the one with the most tokens, since under ZeRO-3 each
-of them gathers parameters; tiles of few tokens may be empty.
+A tile is computed again in the backward, and only its input is kept. A layer that is checkpointed without reentrance
+ends its own recomputation at the input of the MLP, if nothing behind the MLP keeps more: tiles are not computed a
+third time for it. The loss of a tile comes from the model's own ``forward`` with a stand-in for the decoder, which
+returns the tile's hidden states: whatever the model does to its logits (scales, caps) is in it. Every rank has as many
+tiles as the one with the most tokens, since under ZeRO-3 each of them gathers parameters; tiles of few tokens may be
+empty.
 
 Dimension key: B batch, s this rank's tokens, D hidden size, V vocabulary.
 Source: tiled computation of ALST (arXiv:2506.13996, section 3.1), here on uneven shards.
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
 
@@ -82,7 +85,7 @@ class Tiles:
 
         of_tiles = [
             checkpoint(of_tile, *tile, use_reentrant=False, preserve_rng_state=False)
-            for tile in zip(*(x.tensor_split(self._count, dim=1) for x in columns), strict=True)
+            for tile in zip(*(torch.split(x, self._sizes(x), 1) for x in columns), strict=True)
         ]
         return tuple(torch.stack(parts).sum(dim=0) for parts in zip(*of_tiles, strict=True))
 
@@ -100,8 +103,56 @@ class Tiles:
         """``plain`` of x [B, s, D] in tiles; in one piece where no gradient is wanted, as in generation."""
         if self._count == 1 or x.dim() != 3 or not torch.is_grad_enabled():
             return plain(mlp, x)
-        run = partial(plain, mlp)
-        return torch.cat([checkpoint(run, part, use_reentrant=False) for part in x.tensor_split(self._count, dim=1)], 1)
+        sizes = self._sizes(x)
+        if not x.requires_grad:
+            of_tile = partial(plain, mlp)
+            return torch.cat(
+                [checkpoint(of_tile, tile, use_reentrant=False) for tile in torch.split(x, sizes, 1)], dim=1
+            )
+        kept: Tensor = _Kept.apply(x)  # type: ignore[no-untyped-call]
+        node, like = kept.grad_fn, x.new_empty(0)  # a node keeps no tensor; the other says whose random numbers to keep
+
+        def run(i: int, first: list[Tensor], _: Tensor) -> Tensor:
+            return plain(mlp, first.pop() if first else torch.split(_Kept.input_of(node), sizes, 1)[i])
+
+        with saved_tensors_hooks(_same, _same):  # what tiles give to their checkpoints, a layer's does not wait for
+            tiles = [
+                checkpoint(run, i, [tile], like, use_reentrant=False)
+                for i, tile in enumerate(torch.split(kept, sizes, 1))
+            ]
+        return torch.cat(tiles, dim=1)
+
+    def _sizes(self, x: Tensor) -> list[int]:
+        """Tokens of every tile of x [B, s, ...]. Split with these: gradients of slices would each be as long as x."""
+        few, more = divmod(x.shape[1], self._count)
+        return [few + (i < more) for i in range(self._count)]
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class _Kept(torch.autograd.Function):
+    """The identity, which keeps its input: the last tensor that a checkpointed layer keeps, before any tile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.input = None
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        ctx.input = None
+        return gradient
+
+    @staticmethod
+    def input_of(node: Any) -> Tensor:
+        """The input, which a checkpoint gives out once in a backward."""
+        if node.input is None:
+            (node.input,) = node.saved_tensors
+        kept: Tensor = node.input
+        return kept
 
 
 class _Returning(nn.Module):
