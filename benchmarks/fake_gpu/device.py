@@ -68,13 +68,16 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def _answers() -> Iterator[None]:
-    """Answer what the engine and torch ask of CUDA: which device, which operators there are."""
+    """Answer what the engine and torch ask of CUDA: which device, which operators and kernels there are."""
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
     from ds_hetero.runtime import collectives
     from ds_hetero.runtime.attention import batch_layout, channel, local_batch
     from ds_hetero.runtime.attention.kernels import torch_native
 
     where = device()
     changes = [
+        (modeling_qwen3_next, "torch_chunk_gated_delta_rule", _delta_rule),
         (torch_native, "_operators", _operators),
         (torch.cuda, "current_device", lambda: 0),
         (nn.Module, "_apply", _apply_unless_same(nn.Module._apply)),
@@ -104,6 +107,48 @@ def _operators(where: torch.device, dtype: torch.dtype, head_dim: int, softcap: 
         return torch_native._CPU
     has_flash = softcap is None and dtype in (torch.float16, torch.bfloat16) and not head_dim % 8 and head_dim <= 256
     return torch_native._FLASH if has_flash else torch_native._PLAIN
+
+
+_CHUNK = 64  # tokens of a chunk of flash-linear-attention, which keeps a triangle of each
+
+
+@torch.library.custom_op("fake_gpu::delta_rule", mutates_args=())
+def _delta_rule_forward(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Output like v [B, s, heads, width], and what the backward needs of every chunk."""
+    raise NotImplementedError("on fake tensors alone")
+
+
+@torch.library.custom_op("fake_gpu::delta_rule_backward", mutates_args=())
+def _delta_rule_backward(dout: Tensor, of_chunks: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """Gradients of the inputs."""
+    raise NotImplementedError("on fake tensors alone")
+
+
+_delta_rule_forward.register_fake(lambda q, k, v, g, beta: (torch.empty_like(v), v.new_empty(*v.shape[:3], _CHUNK)))
+_delta_rule_backward.register_fake(lambda dout, of_chunks, inputs: [torch.empty_like(x) for x in inputs])
+
+
+class _DeltaRule(torch.autograd.Function):
+    """The gated delta rule in one kernel a pass; flash-linear-attention's, which stands here on CUDA, has a few."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        out: Tensor
+        out, of_chunks = _delta_rule_forward(*inputs)
+        ctx.save_for_backward(of_chunks, *inputs)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        of_chunks, *inputs = ctx.saved_tensors
+        return tuple(_delta_rule_backward(dout, of_chunks, list(inputs)))
+
+
+def _delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **settings: Any
+) -> tuple[Tensor, None]:
+    out: Tensor = _DeltaRule.apply(query, key, value, g, beta)  # type: ignore[no-untyped-call]
+    return out, None
 
 
 def post_each(operations: Sequence[dist.P2POp]) -> list[Any]:

@@ -190,9 +190,9 @@ class Recorder(TorchDispatchMode):
                 self._hold(tensor, cause)
 
     def numbers(self, tensor: Tensor) -> Tensor | None:
-        """The shadow of a tensor."""
+        """The shadow of a tensor; None of one whose data was exchanged since, as ZeRO-3 does with its parameters'."""
         shadow: Tensor | None = self._shadows.get(tensor)
-        return shadow
+        return shadow if shadow is not None and shadow.shape == tensor.shape else None
 
     def give_numbers(self, tensor: Tensor, numbers: Tensor) -> None:
         """Set the shadow of a tensor."""
@@ -307,7 +307,7 @@ class Recorder(TorchDispatchMode):
         return sum(_visible_pairs(of_q, of_k, left, right) for of_q, of_k in zip(*sizes, strict=True))
 
     def _shadow_run(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        known = [x if not isinstance(x, FakeTensor) else self._shadows.get(x) for x in tensors]
+        known = [x if not isinstance(x, FakeTensor) else self.numbers(x) for x in tensors]
         if any(x is None for x in known) or func.namespace == "c10d":
             return None
         if not tensors and (kwargs.get("dtype") is not None and kwargs["dtype"].is_floating_point):

@@ -115,8 +115,8 @@ def _one_for_each(x: Tensor, heads_each: int, held: Range, own: Range) -> Tensor
     """Repeat heads that serve several, where ``own`` ends inside such a group: one for each head then."""
     if own[0] % heads_each == 0 and own[1] % heads_each == 0:
         return x
-    places = [head // heads_each - held[0] for head in range(*own)]
-    return x[:, :, torch.tensor(places, dtype=torch.int64, device=x.device)]
+    first = held[0] * heads_each  # by slices, since an index from the host would let it wait for the device
+    return x.repeat_interleave(heads_each, dim=2)[:, :, own[0] - first : own[1] - first]
 
 
 def _rows_of(call: Scan, inputs: Tensors, parameters: Tensors, rows: Rows) -> Tensor:
