@@ -56,6 +56,11 @@ class Efficiency:
     # between stages, an all-reduce): to pack, post, unpack, without waiting. 0 where a host runs ahead of its device.
     message_overhead_s: float = 0.0
 
+    @property
+    def is_profiled(self) -> bool:
+        """Whether a layer was measured whole; devices of the catalogue are described by kernels and their host."""
+        return not self.layer_host_s
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpec:

@@ -18,7 +18,7 @@ from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.flops import AchievedRates
 from ds_hetero.cost.terms.grouping import Grouping, kv_heads_of_ranks
-from ds_hetero.cost.terms.layer_memory import restored_bytes
+from ds_hetero.cost.terms.layer_memory import MLP_TILE_TOKENS, restored_bytes
 from ds_hetero.cost.terms.times import RingCoefficients, checkpoint_copy_s_D, exchange_s, host_share, ring_transfers_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
@@ -104,9 +104,14 @@ class Compute(NamedTuple):
 def _passes(model: ModelSpec, workload: Workload) -> tuple[tuple[str, int, float, int, int, float], ...]:
     """Table of both passes: name, repeats, products, backward, attention's operations, operations computed again.
 
-    A backward has two products for every weight, and one for a frozen one.
+    A backward has two products for every weight, and one for a frozen one. What a checkpointed layer computes again
+    ends with the last tensor that it keeps, before the last product of torch's own linear; DeepSpeed's of ZeRO-3 keeps
+    its input behind the product, and adapters follow on it. Tiles of its MLP are computed again once, for both.
     """
-    again = flops.mlp_flops(model) if workload.tiled_mlp else 0.0
+    again = flops.mlp_flops(model) if workload.tiled_mlp and not workload.activation_checkpointing else 0.0
+    is_torchs_own = workload.zero_stage < 3 and not workload.adapter_rank
+    if (workload.tiled_mlp or workload.activation_checkpointing) and is_torchs_own:
+        again -= flops.last_product_flops(model)
     products = flops.MATMUL_BACKWARD - (1 if workload.adapter_rank else 0)
     return (
         ("forward", 2 if workload.activation_checkpointing else 1, 1, 0, flops.ATTENTION_FORWARD_FLOPS, 0.0),
@@ -136,6 +141,8 @@ class BlockPasses:
             logits_s_D + flops.logit_elements(model) * WIDE * rates.memory_s_per_byte
         )
         self.loss_fixed_s_D = logits_s_D * rates.half_tokens
+        if workload.has_loss_tiles and workload.tile_tokens:
+            self.loss_s_per_token_D = self.loss_s_per_token_D + self.loss_fixed_s_D / workload.tile_tokens
         self._has_message_overhead = bool(cluster.message_overhead_s.any())
 
     def _pass(self, name: str, repeats: int, products: float, backward: int, operations: int, again: float) -> Pass:
@@ -148,11 +155,19 @@ class BlockPasses:
         rank = work.adapter_rank
         product_s = flops.matmul_flops(model) * products * rates.s_per_flop
         beside_s = (flops.adapter_flops(model, rank) * (1 + backward) + again) * rates.s_per_flop
+        tile_tokens = work.tile_tokens or MLP_TILE_TOKENS
+        if work.tiled_mlp:  # products of a tile are as slow as those of few tokens
+            of_tiles = flops.mlp_flops(model) * products + max(again, 0)
+            beside_s = beside_s + of_tiles * rates.s_per_flop * rates.half_tokens / tile_tokens
         elements = flops.adapter_elements(model, rank) / cut + flops.recomputed_elements(model, work) * backward / cut
+        if work.tiled_mlp and backward and not rank:  # gradients of weights are added up tile by tile
+            elements = elements + 3 * model.active_mlp_parameters / tile_tokens / cut
         copied_s = 0.0 if backward else checkpoint_copy_s_D(self.cluster.devices, model, work)
-        memory_s = elements * rates.memory_s_per_byte + flops.elementwise_elements(model, cut) * (1 + backward) * (
-            rates.eager_s_per_byte if is_eager else rates.memory_s_per_byte
-        )
+        joined_s = flops.elementwise_elements(model, cut) * (1 + backward) * rates.memory_s_per_byte
+        if is_eager:
+            apart_s = flops.eager_elements(model, backward=bool(backward), cut=cut) * rates.copy_s_per_byte
+            joined_s = np.where(rates.is_profiled, joined_s, apart_s)
+        memory_s = elements * np.where(rates.is_profiled, rates.memory_s_per_byte, rates.copy_s_per_byte) + joined_s
         token_s = (product_s + beside_s) / cut + work.element_bytes * memory_s
         restored_s = restored_bytes(model, work) / cut * rates.memory_s_per_byte
         return Pass(

@@ -166,7 +166,7 @@ def _rates(cluster: Cluster, head_dim: int, host_share: float) -> list[_Rates]:
     found = []
     for rank, device in enumerate(cluster.devices):
         own = device.efficiency
-        share = COPY_SHARE if own.layer_host_s else 1.0
+        share = 1.0 if own.is_profiled else COPY_SHARE
         forward, backward = (achieved.attention_flops_per_s[name][rank] for name in ("forward", "backward"))
         found.append(
             _Rates(

@@ -140,6 +140,7 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
         experts_per_token=_whole(config, "num_experts_per_tok", name) if experts_key else 0,
         shared_mlp_size=_whole(config, shared_key, name) if shared_key else 0,
         gated_attention=recurrent is not None and _text(config, "model_type", name).startswith(_GATED_ATTENTION),
+        head_norms=_text(config, "model_type", name).startswith(_HEAD_NORMS),
         recurrent=recurrent,
     )
 
@@ -180,6 +181,7 @@ _LARGEST = {
 }
 _NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 _GATED_ATTENTION = ("qwen3_next", "qwen3_5")
+_HEAD_NORMS = ("qwen3", "olmo2", "olmo3", "gemma3", "exaone4", "apertus")
 _UNGATED = {"gpt2", "gpt_neox", "gpt_bigcode", "phi", "starcoder2", "falcon", "opt", "persimmon", "nemotron"}
 
 

@@ -114,6 +114,7 @@ class ModelSpec:
     experts_per_token: int = 0  # how many of them each token uses
     shared_mlp_size: int = 0  # width of an MLP that every token passes beside the experts, 0 for none
     gated_attention: bool = False  # attention has a gate of its output's width
+    head_norms: bool = False  # queries and keys are normalized, RMSNorm over each head or all of them
     recurrent: RecurrentLayers | None = None  # layers that carry a state, beside attention or in its place
 
     @property

@@ -204,7 +204,7 @@ def _is_number(value: Any) -> bool:
 def _config_of(model: ModelSpec) -> JsonDict:
     """Return the keys of a config.json that make this model again."""
     config: JsonDict = {
-        "model_type": "llama" if model.gated_mlp else "gpt_neox",
+        "model_type": "qwen3" if model.head_norms else "llama" if model.gated_mlp else "gpt_neox",
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_heads,

@@ -8,11 +8,12 @@ Dimension key: D ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster, Efficiency
-from ds_hetero.common.arrays import Floats
+from ds_hetero.common.arrays import Bools, Floats
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.configs import adapter_widths
 from ds_hetero.models.shapes import ModelSpec
@@ -26,10 +27,21 @@ ATTENTION_BACKWARD_FLOPS = 10
 ADAPTER_INPUT_ELEMENTS, ADAPTER_OUTPUT_ELEMENTS = 4, 5
 
 COPY_SHARE = 0.9  # of a card's bandwidth that copies reach; a profile has measured them
-# Bytes that transformers' Llama moves in norms (in fp32), rotary embedding and activation, where every operation is a
-# kernel, over those of `elementwise_elements`: python -m benchmarks.fake_gpu.played record. One H200 and public steps
-# of such models agree with it, see docs/real-cards.md.
-EAGER_BYTES = 3.2
+
+
+class _Kernels(NamedTuple):
+    """Elements that transformers' layers move in one pass where every operation is a kernel, in elements of 16 bits.
+
+    Counted in the real code (python -m benchmarks.fake_gpu.played record) of Llama and Qwen3 of 1B to 8B.
+    """
+
+    norm: float  # RMSNorm, in fp32, of each of its elements
+    activation: float  # gate, and product of both, of each of the MLP's width
+    rotary: float  # of each element of q and k
+    beside: float  # residual additions and sums of gradients, of each of the hidden size
+
+
+EAGER = {False: _Kernels(18, 5, 12.4, 6), True: _Kernels(50.5, 9, 12, 20)}  # forward, backward
 
 MATMUL_BACKWARD = 2  # gradients of the input and of the weight, as many operations each as the forward product
 
@@ -70,6 +82,11 @@ def mlp_flops(model: ModelSpec) -> float:
     return 2 * _mlps_per_mixer(model) * model.active_mlp_parameters
 
 
+def last_product_flops(model: ModelSpec) -> float:
+    """The part of it that is the last product of a dense layer's MLP; 0 of experts, which end otherwise."""
+    return 0.0 if model.num_experts else 2 * _mlps_per_mixer(model) * model.mlp_size * model.hidden_size
+
+
 def _mlps_per_mixer(model: ModelSpec) -> float:
     """MLPs that come to one attention or recurrence: half a one where a layer holds both."""
     if model.recurrent is None:
@@ -89,6 +106,14 @@ def elementwise_elements(model: ModelSpec, cut: int = 1) -> float:
     return rotary + _mlps_per_mixer(model) * (10 * model.hidden_size + _activation_elements(model) / cut)
 
 
+def eager_elements(model: ModelSpec, *, backward: bool, cut: int = 1) -> float:
+    """The same of one pass of a model with a gated MLP and RMSNorm as transformers runs it, kernel by kernel."""
+    kernels, qk = EAGER[backward], (model.num_heads + model.num_kv_heads) * model.head_dim / cut
+    heads = (kernels.rotary + kernels.norm * model.head_norms) * qk
+    beside = (2 * kernels.norm + kernels.beside) * model.hidden_size
+    return heads + _mlps_per_mixer(model) * (beside + kernels.activation * _mlp_width(model) / cut)
+
+
 def recomputed_elements(model: ModelSpec, workload: Workload) -> float:
     """Elements of norms and activations that selective recomputation, or Liger's MLP, computes again, per token."""
     if workload.selective_checkpointing:
@@ -106,8 +131,12 @@ def recurrent_elements(model: ModelSpec) -> float:
 
 def _activation_elements(model: ModelSpec) -> int:
     """Elements that the activation of the MLP reads and writes."""
-    width = model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size
-    return (3 if model.gated_mlp else 2) * width
+    return (3 if model.gated_mlp else 2) * _mlp_width(model)
+
+
+def _mlp_width(model: ModelSpec) -> int:
+    """Inner width of all MLPs that a token passes in a layer."""
+    return model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size
 
 
 def logit_flops(model: ModelSpec, *, tiled: bool, frozen: bool = False) -> int:
@@ -139,7 +168,8 @@ class AchievedRates:
     s_per_flop: Floats  # seconds per operation of a large matrix product
     half_tokens: Floats  # tokens at which a matrix product runs at half of that rate
     memory_s_per_byte: Floats  # seconds per byte that a memory-bound kernel reads or writes
-    eager_s_per_byte: Floats  # of `elementwise_elements`, where every operation of theirs is a kernel
+    copy_s_per_byte: Floats  # of `eager_elements`
+    is_profiled: Bools  # whether the kernels of a layer were measured together, `elementwise_elements` their measure
     layer_host_s: Floats  # least time of one layer's forward, that of the host to launch it
     kernel_overhead_s: Floats  # host and launch time of one layer's forward outside attention
     attention_flops_per_s: dict[str, Floats]  # operations per second of attention, by the name of the pass
@@ -155,13 +185,12 @@ class AchievedRates:
             field.name: np.array([getattr(device.efficiency, field.name) for device in cluster.devices])
             for field in fields(Efficiency)
         }
-        memory_s_per_byte = 1 / (cluster.memory_bytes_per_s * share["memory"])
-        eager_s_per_byte = EAGER_BYTES / (COPY_SHARE * cluster.memory_bytes_per_s)
         return cls(
             s_per_flop=1 / (cluster.peak_flops_per_s * share["matmul"]),
             half_tokens=share["matmul_half_tokens"],
-            memory_s_per_byte=memory_s_per_byte,
-            eager_s_per_byte=np.where(share["layer_host_s"] > 0, eager_s_per_byte, memory_s_per_byte),  # else profiled
+            memory_s_per_byte=1 / (cluster.memory_bytes_per_s * share["memory"]),
+            copy_s_per_byte=1 / (COPY_SHARE * cluster.memory_bytes_per_s),
+            is_profiled=np.array([device.efficiency.is_profiled for device in cluster.devices]),
             layer_host_s=share["layer_host_s"],
             kernel_overhead_s=share["kernel_overhead_s"],
             attention_flops_per_s={
