@@ -162,7 +162,7 @@ class Recorder(TorchDispatchMode):
 
     def _list(self, tensor: Tensor) -> Any:
         self._note_sync("tolist")
-        shadow = self._shadows.get(tensor)
+        shadow = self.numbers(tensor)
         with unset_fake_temporarily():
             return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist() if shadow is None else shadow.tolist()
 
@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
 
     def _read(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         self._note_sync(name)
-        shadow = self._shadows.get(args[0])
+        shadow = self.numbers(args[0])
         if shadow is not None:
             with unset_fake_temporarily():
                 return func(shadow, *args[1:], **kwargs)
@@ -257,7 +257,7 @@ class Recorder(TorchDispatchMode):
 
     def _to_host(self, source: Tensor, kwargs: Any, name: str) -> Tensor:
         self._note_sync(name)
-        shadow, dtype = self._shadows.get(source), kwargs.get("dtype") or source.dtype
+        shadow, dtype = self.numbers(source), kwargs.get("dtype") or source.dtype
         with unset_fake_temporarily():
             return torch.zeros(source.shape, dtype=dtype) if shadow is None else shadow.to(dtype)
 
@@ -340,7 +340,7 @@ class Recorder(TorchDispatchMode):
         if not name.startswith(("allgather", "_allgather")):
             return
         *parts, own = tensors
-        numbers = self._shadows.get(own)
+        numbers = self.numbers(own)
         if numbers is None:
             return
         replies = None
@@ -356,7 +356,7 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, tensor: Tensor, numbers: Tensor) -> None:
         """Write numbers where a tensor, or what it is a view of, has its own."""
-        shadow = self._shadows.get(tensor)
+        shadow = self.numbers(tensor)
         if shadow is None:
             self._shadows[tensor] = numbers.view(tensor.shape).clone()
         else:

@@ -155,19 +155,19 @@ class BlockPasses:
         rank = work.adapter_rank
         product_s = flops.matmul_flops(model) * products * rates.s_per_flop
         beside_s = (flops.adapter_flops(model, rank) * (1 + backward) + again) * rates.s_per_flop
-        tile_tokens = work.tile_tokens or MLP_TILE_TOKENS
-        if work.tiled_mlp:  # products of a tile are as slow as those of few tokens
+        elements = flops.adapter_elements(model, rank) / cut + flops.recomputed_elements(model, work) * backward / cut
+        if work.tiled_mlp:  # products are as slow as those of few tokens, gradients of weights add up tile by tile
+            tile_tokens = work.tile_tokens or MLP_TILE_TOKENS
             of_tiles = flops.mlp_flops(model) * products + max(again, 0)
             beside_s = beside_s + of_tiles * rates.s_per_flop * rates.half_tokens / tile_tokens
-        elements = flops.adapter_elements(model, rank) / cut + flops.recomputed_elements(model, work) * backward / cut
-        if work.tiled_mlp and backward and not rank:  # gradients of weights are added up tile by tile
-            elements = elements + 3 * model.active_mlp_parameters / tile_tokens / cut
+            if backward and not rank:
+                elements = elements + 3 * model.active_mlp_parameters / tile_tokens / cut
         copied_s = 0.0 if backward else checkpoint_copy_s_D(self.cluster.devices, model, work)
         joined_s = flops.elementwise_elements(model, cut) * (1 + backward) * rates.memory_s_per_byte
         if is_eager:
             apart_s = flops.eager_elements(model, backward=bool(backward), cut=cut) * rates.copy_s_per_byte
             joined_s = np.where(rates.is_profiled, joined_s, apart_s)
-        memory_s = elements * np.where(rates.is_profiled, rates.memory_s_per_byte, rates.copy_s_per_byte) + joined_s
+        memory_s = elements * rates.copy_s_per_byte + joined_s
         token_s = (product_s + beside_s) / cut + work.element_bytes * memory_s
         restored_s = restored_bytes(model, work) / cut * rates.memory_s_per_byte
         return Pass(

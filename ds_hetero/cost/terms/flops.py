@@ -168,7 +168,7 @@ class AchievedRates:
     s_per_flop: Floats  # seconds per operation of a large matrix product
     half_tokens: Floats  # tokens at which a matrix product runs at half of that rate
     memory_s_per_byte: Floats  # seconds per byte that a memory-bound kernel reads or writes
-    copy_s_per_byte: Floats  # of `eager_elements`
+    copy_s_per_byte: Floats  # of kernels that are counted one by one; the same where a profile measured them together
     is_profiled: Bools  # whether the kernels of a layer were measured together, `elementwise_elements` their measure
     layer_host_s: Floats  # least time of one layer's forward, that of the host to launch it
     kernel_overhead_s: Floats  # host and launch time of one layer's forward outside attention
@@ -185,12 +185,15 @@ class AchievedRates:
             field.name: np.array([getattr(device.efficiency, field.name) for device in cluster.devices])
             for field in fields(Efficiency)
         }
+        is_profiled = np.array([device.efficiency.is_profiled for device in cluster.devices])
+        memory_s_per_byte = 1 / (cluster.memory_bytes_per_s * share["memory"])
+        copy_s_per_byte = 1 / (COPY_SHARE * cluster.memory_bytes_per_s)
         return cls(
             s_per_flop=1 / (cluster.peak_flops_per_s * share["matmul"]),
             half_tokens=share["matmul_half_tokens"],
-            memory_s_per_byte=1 / (cluster.memory_bytes_per_s * share["memory"]),
-            copy_s_per_byte=1 / (COPY_SHARE * cluster.memory_bytes_per_s),
-            is_profiled=np.array([device.efficiency.is_profiled for device in cluster.devices]),
+            memory_s_per_byte=memory_s_per_byte,
+            copy_s_per_byte=np.where(is_profiled, memory_s_per_byte, copy_s_per_byte),
+            is_profiled=is_profiled,
             layer_host_s=share["layer_host_s"],
             kernel_overhead_s=share["kernel_overhead_s"],
             attention_flops_per_s={
