@@ -10,7 +10,7 @@ On random clusters, under one cost model, each with all published planners of it
     documents   2 to 16 equal or unequal units on 1 to 4 nodes, 1 to 60 documents; Zeppelin where nodes are equal
 
 Nothing is measured, and clusters are numbered: the same numbers give the same clusters everywhere. After ``--seconds``
-no further one is begun, and the result says how many there were; ``--resume`` goes on with the rows of the result file,
+no further one is begun; the result is written as rows come, and ``--resume`` goes on with the rows of the result file,
 which the same planner should have made. The exit code is 1 if ours is slower anywhere by more than 1e-5, which the
 search may give for equal shares of equal ranks.
 """
@@ -54,6 +54,7 @@ from ds_hetero.planner.search.search import search
 
 CLOSE = 1e-5  # relative: equal shares of equal ranks may cost the search so much, see `search.TIDY`
 PROCESSES = 2
+WRITE_EVERY_S = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,15 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = json.loads(options.output.read_text())["rows"] if options.resume and options.output.exists() else []
     known = {(row["kind"], row["index"]) for row in rows}
     tasks = [(kind, i, i < options.exact) for i in range(options.clusters) for kind in options.kinds]
-    rows += _run([task for task in tasks if task[:2] not in known], time.monotonic() + options.seconds)
-    outcome["summary"] = {kind: summary([row for row in rows if row["kind"] == kind]) for kind in options.kinds}
-    outcome["failures"] = [
-        f"{kind} {row['index']}: ours is {row['least'] - 1:+.4%} against {row['least_of']}"
-        for kind in options.kinds
-        for row in rows
-        if row["kind"] == kind and row["least"] is not None and row["least"] < 1 - CLOSE
-    ]
-    outcome["rows"] = rows
+    written_s = time.monotonic()
+    for row in _run([task for task in tasks if task[:2] not in known], written_s + options.seconds):
+        rows.append(row)
+        if time.monotonic() > written_s + WRITE_EVERY_S:
+            write(_judged(outcome, rows, options.kinds), options.output)
+            written_s = time.monotonic()
+    outcome = _judged(outcome, rows, options.kinds)
     write(outcome, options.output)
     if options.json:
         print(json.dumps(outcome))
@@ -87,6 +86,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _show(outcome, Console(width=None if sys.stdout.isatty() else 150))
     Console(stderr=True).print(f"written to {options.output}")
     return 1 if outcome["failures"] else 0
+
+
+def _judged(outcome: dict[str, Any], rows: list[dict[str, Any]], kinds: Sequence[str]) -> dict[str, Any]:
+    """The result with these rows."""
+    summaries = {kind: summary([row for row in rows if row["kind"] == kind]) for kind in kinds}
+    failures = [
+        f"{kind} {row['index']}: ours is {row['least'] - 1:+.4%} against {row['least_of']}"
+        for kind in kinds
+        for row in rows
+        if row["kind"] == kind and row["least"] is not None and row["least"] < 1 - CLOSE
+    ]
+    return {**outcome, "summary": summaries, "failures": failures, "rows": rows}
 
 
 def _run(tasks: Sequence[tuple[str, int, bool]], until: float) -> Iterator[dict[str, Any]]:
