@@ -1,10 +1,15 @@
-r"""Lanes of the backward in the order of the forward, and in reverse, as Zeppelin's attention engine has them.
+r"""Ways to run lanes and messages of attention: the backward's order, the overlap of messages, and their posting.
 
-    python -m benchmarks.documents lane_order --link 1     # about three minutes
+    python -m benchmarks.documents lane_order --link 1     # about four minutes
 
-One attention layer, forward and backward, four ranks in two nodes, 4:3:2:1, two batches of ArXiv's lengths, by turns
-in the same processes: where a lane that would wait yields to the next one, as messages with tags allow, and where all
-ranks go through their lanes in one order, as NCCL wants it.
+One attention layer, forward and backward, four ranks in two nodes, 4:3:2:1, by turns in the same processes.
+
+Two batches of ArXiv's lengths, with lanes of the backward in the order of the forward, and in reverse, as Zeppelin's
+attention engine has them: where a lane that would wait yields to the next one, as messages with tags allow, and where
+all ranks go through their lanes in one order, as NCCL wants it.
+
+One document over all ranks, with messages that travel while a round computes, and that are waited for before it does;
+posted one by one, and as one batch of operations, as NCCL wants it.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -26,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.documents.contenders import DOCUMENTS, PackedBatch
+from benchmarks.documents.contenders import DOCUMENTS, STREAM, PackedBatch
 from benchmarks.documents.run import ALL_CORES, NODES, SPEEDS, costs_at_speeds, run_at_once
 from benchmarks.emulation.cluster import EmulatedCluster, EmulatedNode
 from benchmarks.emulation.emulator import RankLab, emulate
@@ -45,11 +50,28 @@ from ds_hetero.values.baselines import proportional
 from ds_hetero.values.plans import Plan
 
 SHAPE, SEEDS = Shape(), (1, 2)
-WAYS = {
-    "forward's order, lanes yield": (False, False),
-    "reverse, lanes yield": (True, False),
-    "forward's order, in order": (False, True),
-    "reverse, in order": (True, True),
+
+
+class Way(NamedTuple):
+    """How lanes and messages of a pass run."""
+
+    in_reverse: bool = False  # lanes of the backward
+    by_order: bool = False  # messages are paired by the order of posting, a round is one batch of operations
+    waits: bool = False  # for what it receives, before a round computes
+
+
+ORDERS = {
+    "forward's order, lanes yield": Way(),
+    "reverse, lanes yield": Way(in_reverse=True),
+    "forward's order, in order": Way(by_order=True),
+    "reverse, in order": Way(in_reverse=True, by_order=True),
+}
+OVERLAP = "single messages, overlapped"
+POSTINGS = {
+    OVERLAP: Way(),
+    "single messages, waited for": Way(waits=True),
+    "one batch, overlapped": Way(by_order=True),
+    "one batch, waited for": Way(by_order=True, waits=True),
 }
 
 
@@ -63,20 +85,23 @@ def measure(
     schedule = proportional(cores, SHAPE.num_heads, SHAPE.num_kv_heads)
     replica = make_replica(Plan.of_replicas([schedule]))
     spec = AttentionSpec(kernels.select(torch.device("cpu"), torch.float32, SHAPE.head_dim, None, None))
-    cases = []
-    for done, seed in enumerate(SEEDS):
-        lab.report(done / len(SEEDS), f"batch {seed}")
-        drawn = [n // shrink for n in DISTRIBUTIONS["arxiv"].batch(tokens * shrink, random.Random(seed))]
-        drawn[-1] += tokens - sum(drawn)
+    cases: list[dict[str, Any]] = []
+    for seed in (*SEEDS, None):
+        lab.report(len(cases) / (len(SEEDS) + 1), "one document" if seed is None else f"batch {seed}")
+        drawn = [tokens]
+        if seed is not None:
+            drawn = [n // shrink for n in DISTRIBUTIONS["arxiv"].batch(tokens * shrink, random.Random(seed))]
+            drawn[-1] += tokens - sum(drawn)
         batch = PackedBatch(tuple(drawn))
-        placement = batch.place(DOCUMENTS, schedule, _costs(batch, cores, link_bit_per_s))
+        placement = batch.place(STREAM if seed is None else DOCUMENTS, schedule, _costs(batch, cores, link_bit_per_s))
         layout, mine = batch_layout(placement, placement.rows), placement.positions(lab.rank)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, _: Tensor, layout=layout) -> Tensor:  # type: ignore[no-untyped-def]
             return attention(q, k, v, replica, layout, spec).flatten(2)
 
         layer = Contender(DOCUMENTS, lambda length, mine=mine: mine, attend).layer(SHAPE, tokens)  # type: ignore[misc]
-        actions = {way: _run_as(layer, *how) for way, how in WAYS.items()}
+        ways = POSTINGS if seed is None else ORDERS
+        actions = {name: _run_as(layer, way) for name, way in ways.items()}
         for action in actions.values():
             action()
         dist.barrier()
@@ -95,12 +120,21 @@ def measure(
     return cases
 
 
-def _run_as(layer: Callable[[], object], in_reverse: bool, by_order: bool) -> Callable[[], object]:
+def _run_as(layer: Callable[[], object], way: Way) -> Callable[[], object]:
+    post = channel.Channel.post
+
+    def post_and_wait(self: channel.Channel, *messages: Any) -> dict[int, channel.PendingReceives]:
+        pending = post(self, *messages)
+        for receives in pending.values():
+            receives.wait()
+        return pending
+
     def run() -> None:
-        backward = functools.partial(ring_backward, in_reverse=in_reverse)
+        backward = functools.partial(ring_backward, in_reverse=way.in_reverse)
         with (
             mock.patch.object(attention_module, "ring_backward", backward),
-            mock.patch.object(channel, "pairs_by_order", lambda group: by_order),
+            mock.patch.object(channel, "pairs_by_order", lambda group: way.by_order),
+            mock.patch.object(channel.Channel, "post", post_and_wait if way.waits else post),
         ):
             layer()
 
@@ -139,8 +173,15 @@ def main(words: Sequence[str]) -> None:
     table = Table(title="EMULATED: attention of placed documents, forward and backward; lanes of the backward")
     for column in ("batch", "lanes", "the other way is", "forward's order, s", "reverse, s", "reverse is faster"):
         table.add_column(column)
+    postings = Table("messages of one document", "s", "over overlapped single ones", title="EMULATED: one document")
     for case in cases:
         case["medians_s"] = {way: median(seconds) for way, seconds in case["seconds"].items()}
+        if case["seed"] is None:
+            for way, seconds in case["seconds"].items():
+                ratios = sorted(a / b for a, b in zip(seconds, case["seconds"][OVERLAP], strict=True))
+                spread = f"{median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+                postings.add_row(way, f"{case['medians_s'][way]:.3f}", spread)
+            continue
         case["gain"] = {}
         for kind in ("lanes yield", "in order"):
             ways = [f"forward's order, {kind}", f"reverse, {kind}"]
@@ -149,5 +190,5 @@ def main(words: Sequence[str]) -> None:
             table.add_row(str(case["seed"]), ", ".join(case["lanes"]), kind, *seconds, f"{case['gain'][kind]:.3f}x")
     result = {**header(" ".join(["python -m benchmarks.documents lane_order", *words])), "emulated": True}
     write(json.loads(json.dumps({**result, "cases": cases})), options.output)
-    Console(width=None if sys.stdout.isatty() else 160).print(cases[0]["text"], table, sep="\n")
+    Console(width=None if sys.stdout.isatty() else 160).print(cases[0]["text"], table, postings, sep="\n")
     console.print(f"written to {options.output}")

@@ -39,7 +39,7 @@ class Job(NamedTuple):
     workers: list[int]  # by node
     has_network: bool = False  # of its own; then fewer than half of the ranks wait, else any number goes on
     loop: str = "own"  # of `training.LOOPS`
-    is_frozen: bool = False  # most of its parameters
+    is_lora: bool = False  # its adapters alone are trained
     warms_itself: bool = False  # each node starts a warm server, which imports the frameworks
 
 
@@ -55,19 +55,19 @@ JOBS = (
     Job(3, [3, 3]),
     Job(1, [1, 1, 1], loop="trainer"),
     Job(3, [2, 1], loop="trainer"),
-    Job(3, [1, 1, 1], is_frozen=True),
+    Job(3, [1, 1, 1], is_lora=True),
     Job(0, [2, 2, 2]),
     Job(2, [3, 2], has_network=True),
     Job(1, [1, 1, 1], loop="pipelines"),
     Job(1, [2, 2, 2], loop="pipelines"),
-    Job(1, [1, 1, 1], loop="pipelines", is_frozen=True),
+    Job(1, [1, 1, 1], loop="pipelines", is_lora=True),
     Job(1, [1, 1, 1], loop="accelerate"),
     Job(3, [2, 1], loop="accelerate"),
     Job(1, [2, 1], loop="sft"),
     Job(3, [1, 1], loop="sft"),
     Job(1, [1, 1, 1], loop="trainer_of_pipelines"),
     Job(1, [2, 2], loop="trainer_of_pipelines"),
-    Job(1, [3, 2], loop="pipelines", is_frozen=True),
+    Job(1, [3, 2], loop="pipelines", is_lora=True),
 )
 
 
@@ -139,7 +139,7 @@ def run_jobs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def cluster_of(job: Job, folder: Path, every: int, socket: Path | None, pause_s: float = 0.05) -> Iterator[Cluster]:
     """The nodes of a job while it is needed; ``socket`` is that of a warm server for jobs that have none."""
     arguments = ["--stage", str(job.stage), "--every", str(every), "--pause-s", str(pause_s)]
-    arguments += [*([] if job.loop == "own" else ["--loop", job.loop]), *(["--frozen"] if job.is_frozen else [])]
+    arguments += [*([] if job.loop == "own" else ["--loop", job.loop]), *(["--lora"] if job.is_lora else [])]
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(network_of(len(job.workers))) if job.has_network else None
         warm_socket = None if job.warms_itself else socket

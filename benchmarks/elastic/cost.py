@@ -1,11 +1,12 @@
 """What being elastic costs while nothing fails: steps of one job with saves and without, by turns, on an idle machine.
 
     python -m benchmarks.elastic.cost --time-s 130 --json              # k chosen by the job; at most 2 % is the goal
-    python -m benchmarks.elastic.cost --frozen --every 1 --time-s 130  # most parameters frozen, as with LoRA; 1 %
+    python -m benchmarks.elastic.cost --lora --every 1 --time-s 130  # adapters of LoRA alone; 1 %
 
 Two ranks, one a node, over loopback, with the agents, keepers and servers of an elastic job, whose own share of the
-processors is told beside. The first steps, in which k is found, do not count. Every pair of turns is printed as it
-comes, and all ends after ``--time-s``, starts included.
+processors is told beside. The first steps, in which k is found, do not count. Beside seconds stand CPU seconds of rank
+0's process, all threads together, which do not drift as the machine does. Every pair of turns is printed as it comes,
+and all ends after ``--time-s``, starts included.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from typing import Any
 
 from benchmarks.elastic.nodes import Cluster, children_of, warm_server
 
-_WARM_UP_STEPS, _LEAST_STEPS = 40, 10
+_WARM_UP_STEPS, _WARM_UP_STEPS_OF_GIVEN = 40, 4  # in which k is found; where it is given
+_LEAST_STEPS = 10  # of a turn; where k is given, fewer, as the machine's speed drifts
+_LEAST_STEPS_OF_GIVEN = 4
 _RANKS = 2
 _END_S = 5.0  # that ending the job takes
 
@@ -37,13 +40,15 @@ class Turns:
 
     Args:
         snapshots: of the engine, a `Snapshots`.
+        is_given: k is, and need not be found.
     """
 
-    def __init__(self, snapshots: Any, log: Callable[..., None]) -> None:
+    def __init__(self, snapshots: Any, log: Callable[..., None], *, is_given: bool) -> None:
         self._snapshots, self._log = snapshots, log
         self._is_timed = False
-        self._begin, self._end, self._every = 0, _WARM_UP_STEPS, 1
-        self._begin_s = 0.0
+        self._least = _LEAST_STEPS_OF_GIVEN if is_given else _LEAST_STEPS
+        self._begin, self._end, self._every = 0, _WARM_UP_STEPS_OF_GIVEN if is_given else _WARM_UP_STEPS, 1
+        self._begin_s = self._begin_cpu_s = 0.0
 
     def after_step(self, step: int) -> None:
         """Note a step; where a turn is at its end, begin the next."""
@@ -53,15 +58,18 @@ class Turns:
         if self._is_timed:
             if had_saves:
                 self._snapshots.wait()
-            seconds = time.perf_counter() - self._begin_s
-            saves = (step // self._every - self._begin // self._every) * had_saves
-            self._log("turn", steps=step - self._begin, seconds=seconds, every_steps=self._every, saves=saves)
+            numbers = {
+                "seconds": time.perf_counter() - self._begin_s,
+                "cpu_s": time.process_time() - self._begin_cpu_s,
+                "saves": (step // self._every - self._begin // self._every) * had_saves,
+            }
+            self._log("turn", steps=step - self._begin, every_steps=self._every, **numbers)
         if not had_saves:
             self._every = self._snapshots.every_steps or 1
         self._snapshots.is_paused = had_saves
         self._is_timed = had_saves or (step + 1) % self._every == 0
-        self._begin, self._begin_s = step, time.perf_counter()
-        self._end = step + (self._every * math.ceil(_LEAST_STEPS / self._every) if self._is_timed else 1)
+        self._begin, self._begin_s, self._begin_cpu_s = step, time.perf_counter(), time.process_time()
+        self._end = step + (self._every * math.ceil(self._least / self._every) if self._is_timed else 1)
 
 
 def _pairs(cluster: Cluster, end_s: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -92,17 +100,17 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _cost(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> float:
+def _cost(pairs: list[tuple[dict[str, Any], dict[str, Any]]], kind: str = "seconds") -> float:
     """How much longer a step takes with saves."""
-    with_s, without_s = (sum(pair[i]["seconds"] for pair in pairs) for i in (0, 1))
+    with_s, without_s = (sum(pair[i][kind] for pair in pairs) for i in (0, 1))
     with_steps, without_steps = (sum(pair[i]["steps"] for pair in pairs) for i in (0, 1))
     return float(with_s / with_steps / (without_s / without_steps)) - 1
 
 
-def _interval(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[float]:
+def _interval(pairs: list[tuple[dict[str, Any], dict[str, Any]]], kind: str = "seconds") -> list[float]:
     """95 % of what other draws of the same pairs would have given."""
     draw = random.Random(0)
-    costs = sorted(_cost(draw.choices(pairs, k=len(pairs))) for _ in range(1000))
+    costs = sorted(_cost(draw.choices(pairs, k=len(pairs)), kind) for _ in range(1000))
     return [round(costs[25], 4), round(costs[974], 4)]
 
 
@@ -115,7 +123,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     end_s = time.monotonic() + options.time_s - _END_S
     arguments = ["--stage", str(options.stage), "--every", str(options.every), "--turns"]
     arguments += ["--width", str(options.width), "--length", str(options.length)]
-    arguments += ["--frozen"] if options.frozen else []
+    arguments += ["--lora"] if options.lora else []
     pairs = []
     with tempfile.TemporaryDirectory() as root, warm_server(Path(root), limit_s=options.time_s) as socket:
         cluster = Cluster(Path(root), [1] * _RANKS, arguments, socket)
@@ -148,6 +156,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "save_delays_s": round(_cost(pairs) * step_s * steps / saves, 5),
         "cost": round(_cost(pairs), 4),
         "cost_95": _interval(pairs),
+        "cpu_cost": round(_cost(pairs, "cpu_s"), 4),
+        "cpu_cost_95": _interval(pairs, "cpu_s"),
         "processors_of_helpers": round(helpers, 4),
     }
 
@@ -161,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--every", type=int, default=0, help="steps between two saves; 0 lets the job choose")
-    parser.add_argument("--frozen", action="store_true")
+    parser.add_argument("--lora", action="store_true")
     parser.add_argument("--width", type=int, default=384, help="of the model")
     parser.add_argument("--length", type=int, default=512, help="tokens of the longest sequence")
     parser.add_argument("--time-s", type=float, default=130.0, help="after which all has ended")

@@ -185,7 +185,7 @@ class FaultRun:
     def _train_alone(self, num_steps: int) -> list[dict[str, float]]:
         """The numbers of the same training in this process, of so many steps or more."""
         given = self._cluster.arguments
-        key = given[given.index("--loop") + 1] if "--loop" in given else "own", "--frozen" in given
+        key = given[given.index("--loop") + 1] if "--loop" in given else "own", "--lora" in given
         with _training_alone:
             if len(_alone.get(key, ())) < num_steps:
                 _alone[key] = _train_alone(*key, max(2 * num_steps, _LEAST_ALONE))
@@ -208,13 +208,13 @@ class FaultRun:
         return said
 
 
-def _train_alone(loop: str, is_frozen: bool, num_steps: int) -> list[dict[str, float]]:
+def _train_alone(loop: str, is_lora: bool, num_steps: int) -> list[dict[str, float]]:
     if loop.startswith("trainer") or loop == "sft":
         return trainer.train_alone(num_steps, loop)
     if loop == "accelerate":
         return loops.train_alone(num_steps)
     shape = {"layers": loops.LAYERS, "batch_size": loops.GLOBAL} if loop == "pipelines" else {}
-    return training.train_alone(num_steps, is_frozen=is_frozen, **shape)
+    return training.train_alone(num_steps, is_lora=is_lora, **shape)
 
 
 def _wait_for_save(fault: Fault) -> None:

@@ -60,13 +60,13 @@ def norm_of_owned(engine: Any) -> float:
 
 
 def train_pipelines(
-    handle: Any, config: dict[str, Any], num_steps: int, log: Callable[..., None], pause_s: float, *, is_frozen: bool
+    handle: Any, config: dict[str, Any], num_steps: int, log: Callable[..., None], pause_s: float, *, is_lora: bool
 ) -> None:
     """Train stages of pipelines; log every step."""
     import deepspeed
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = make_model(is_frozen=is_frozen, layers=LAYERS)
+    model = make_model(is_lora=is_lora, layers=LAYERS)
     optimizer = torch.optim.AdamW(trained(model), lr=LR)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=make_scheduler(optimizer), config=config

@@ -20,11 +20,11 @@ LOOPS = ("own", "pipelines", "accelerate", "trainer", "trainer_of_pipelines", "s
 SPEEDS = (4.0, 3.0, 2.0, 1.0, 1.0, 1.0)  # of ranks; emulated in the plan alone
 
 
-def make_model(*, is_frozen: bool = False, width: int = 48, length: int = LENGTH, layers: int = 2) -> Any:
+def make_model(*, is_lora: bool = False, width: int = 48, length: int = LENGTH, layers: int = 2) -> Any:
     """A few layers of Llama with dropout of nothing, the same weights everywhere.
 
     Args:
-        is_frozen: whether the projections of queries and values alone are trained, as adapters would be.
+        is_lora: whether LoRA's adapters of queries and values alone are trained.
         length: tokens of the longest sequence.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,15 +42,23 @@ def make_model(*, is_frozen: bool = False, width: int = 48, length: int = LENGTH
             attn_implementation="sdpa",
         )
     )
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not is_frozen or "q_proj" in name or "v_proj" in name)
-    return model
+    if not is_lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
 
 
-def make_loader(length: int = LENGTH, batch_size: int = 1) -> Any:
-    """Sequences of many lengths, shuffled anew in every epoch by a generator of the loader's own."""
+def make_loader(length: int = LENGTH, batch_size: int = 1, *, is_even: bool = False) -> Any:
+    """Sequences of many lengths, shuffled anew in every epoch by a generator of the loader's own.
+
+    Args:
+        length: tokens of the longest.
+        is_even: all have as many, so that steps take as long as one another.
+    """
     drawn = torch.Generator().manual_seed(3)
-    rows = [torch.randint(0, VOCAB, (length // 2 + 7 * i % (length // 2),), generator=drawn) for i in range(SAMPLES)]
+    lengths = [length if is_even else length // 2 + 7 * i % (length // 2) for i in range(SAMPLES)]
+    rows = [torch.randint(0, VOCAB, (of_row,), generator=drawn) for of_row in lengths]
     data = [{"input_ids": row, "labels": row} for row in rows]
     return torch.utils.data.DataLoader(
         data,
@@ -78,10 +86,10 @@ def make_scheduler(optimizer: Any) -> Any:
 
 
 def train_alone(
-    num_steps: int, *, is_frozen: bool = False, layers: int = 2, batch_size: int = 1
+    num_steps: int, *, is_lora: bool = False, layers: int = 2, batch_size: int = 1
 ) -> list[dict[str, float]]:
     """Loss, gradient norm and parameter norm of every step, in this process."""
-    model, rows = make_model(is_frozen=is_frozen, layers=layers), []
+    model, rows = make_model(is_lora=is_lora, layers=layers), []
     optimizer = torch.optim.AdamW(trained(model), lr=LR)
     scheduler, loader = make_scheduler(optimizer), make_loader(batch_size=batch_size)
     while len(rows) < num_steps:
@@ -165,7 +173,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=1)
     parser.add_argument("--every", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10**9)
-    parser.add_argument("--frozen", action="store_true", help="most parameters are not trained")
+    parser.add_argument("--lora", action="store_true", help="LoRA: its adapters alone are trained")
     parser.add_argument("--loop", choices=LOOPS, default="own")
     parser.add_argument("--pause-s", type=float, default=0.05)
     parser.add_argument("--width", type=int, default=48)
@@ -188,7 +196,7 @@ def main() -> None:
     if options.loop != "own":
         _train_by(options, handle, world_size, log)
         return
-    model = make_model(is_frozen=options.frozen, width=options.width, length=options.length)
+    model = make_model(is_lora=options.lora, width=options.width, length=options.length)
     optimizer = torch.optim.AdamW(trained(model), lr=LR)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -197,7 +205,7 @@ def main() -> None:
         config=_configuration(options, world_size),
     )
     log("built", rank=rank, world_size=world_size)
-    loader = handle.elastic(handle.dataloader(make_loader(options.length)))
+    loader = handle.elastic(handle.dataloader(make_loader(options.length, is_even=options.turns)))
     log("ready", rank=rank, world_size=world_size, step=engine.global_steps)
     _train(handle, engine, loader, options, log)
     log("done", rank=rank, step=engine.global_steps)
@@ -211,7 +219,7 @@ def _train_by(options: argparse.Namespace, handle: Any, world_size: int, log: Ca
     if "pipelines" in options.loop:
         config = loops.configuration_of_pipelines(config, world_size)
     if options.loop == "pipelines":
-        loops.train_pipelines(handle, config, options.steps, log, options.pause_s, is_frozen=options.frozen)
+        loops.train_pipelines(handle, config, options.steps, log, options.pause_s, is_lora=options.lora)
     elif options.loop == "accelerate":
         loops.train_by_accelerate(handle, config, options.steps, world_size, log, options.pause_s)
     else:
@@ -226,7 +234,8 @@ def _train(handle: Any, engine: Any, loader: Any, options: argparse.Namespace, l
     if options.turns:
         from benchmarks.elastic.cost import Turns
 
-        turns = Turns(handle.registry.latest.elastic.snapshots, log if dist.get_rank() == 0 else _say_nothing)
+        snapshots = handle.registry.latest.elastic.snapshots
+        turns = Turns(snapshots, log if dist.get_rank() == 0 else _say_nothing, is_given=options.every > 0)
     while engine.global_steps < options.steps:
         for batch in loader:
             loss = handle.loss(engine(**batch), batch)
