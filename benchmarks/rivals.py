@@ -11,8 +11,8 @@ On random clusters, under one cost model, each with all published planners of it
 
 Nothing is measured, and clusters are numbered: the same numbers give the same clusters everywhere. After ``--seconds``
 no further one is begun; the result is written as rows come, and ``--resume`` goes on with the rows of the result file,
-which the same planner should have made. The exit code is 1 if ours is slower anywhere by more than 1e-5, which the
-search may give for equal shares of equal ranks.
+which the same planner should have made. The exit code is 1 if ours is slower anywhere by more than 2e-5, which the
+search may give for equal shares of equal ranks and for whole tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.published.registry import planners_of
 from ds_hetero.planner.search.search import search
 
-CLOSE = 1e-5  # relative: equal shares of equal ranks may cost the search so much, see `search.TIDY`
+CLOSE = 2e-5  # relative: equal shares of equal ranks may cost the search 1e-5, see `search.TIDY`, whole tokens as much
 PROCESSES = 2
 WRITE_EVERY_S = 30.0
 

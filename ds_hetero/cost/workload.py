@@ -63,6 +63,7 @@ class Workload:
     causal: bool = True  # causal attention; HexiSeq's published model counts full attention whatever this says
     zero_stage: int = 3  # 0 to 3
     zero_weights: tuple[float, ...] | None = None  # share of the optimizer state per rank; None for equal shares
+    zero_order: tuple[int, ...] | None = None  # place of every rank's share among all; None where it is the rank's own
     activation_checkpointing: bool = True  # keep only the input of every layer, and compute it again backward
     tiled_logits: bool = True  # compute the loss in tiles, so that logits of all tokens never exist at once
     tiled_mlp: bool = False  # compute MLPs in tiles, again in the backward, so that inner activations are of one

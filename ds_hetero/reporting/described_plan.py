@@ -34,7 +34,7 @@ from ds_hetero.values.plans import Plan, read_plan
 from ds_hetero.values.plans.plan import SCENARIO
 from ds_hetero.values.schedule import Schedule
 
-_WORKLOAD = tuple(field.name for field in fields(Workload) if field.name != "zero_cluster")
+_WORKLOAD = tuple(field.name for field in fields(Workload) if field.name not in ("zero_cluster", "zero_order"))
 _KEYS = ("cost_model", "model", "workload", "clusters", "lengths")
 _REMEDY = (
     'Write the file with "ds-hetero plan ... --out FILE", or give a run.json of a job that had "report" in its section.'

@@ -323,14 +323,17 @@ class Gathered(NamedTuple):
 def _gone_at_first_gradient(workload: Workload, num_ranks: int) -> Floats:
     """Share of the layers whose activations are gone when a rank holds all gradients that it will, ``[D]``.
 
-    Elements are owned in the order of the ranks and of the layers; of several replicas the last one is meant.
+    Elements are owned in the order of the layers and of the ranks, or of ``zero_order``; of several replicas the last
+    one is meant.
     """
     if workload.zero_stage == 3:
         return np.zeros(num_ranks)
     if workload.zero_stage < 2:
         return np.ones(num_ranks)
     weights_D = np.ones(num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
-    return np.asarray((1 - np.cumsum(weights_D) / weights_D.sum()) / workload.data_parallel)
+    place_D = np.arange(num_ranks) if workload.zero_order is None else np.array(workload.zero_order)
+    owned_D = np.cumsum(weights_D[np.argsort(place_D)])[place_D]  # up to the last element of every rank
+    return np.asarray((1 - owned_D / weights_D.sum()) / workload.data_parallel)
 
 
 def _step_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> Floats:

@@ -16,7 +16,7 @@ from math import fsum
 from operator import mul
 from typing import NamedTuple
 
-from ds_hetero.planner.document_search.bins import Bins, DocumentPart, deal, water_fill
+from ds_hetero.planner.document_search.bins import LEAST_FRAGMENT_TOKENS, Bins, DocumentPart, deal, water_fill
 from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
 from ds_hetero.values.splits import share
 
@@ -34,6 +34,38 @@ def over_all_units(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
 def over_all_units_s(lengths: Sequence[int], costs: UnitCosts) -> float:
     """Predicted time of `over_all_units`, without its rounding to whole tokens."""
     return _shared_s(range(len(costs.token_s)), lengths, costs, crossing=costs.num_nodes > 1)
+
+
+def over_all_alike(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
+    """Every document over all units in equal parts, the shortest ones whole: the best where receiving decides."""
+    count = len(costs.token_s)
+    held, placed = [0] * count, list[Pieces]()
+    for length in lengths:
+        least = min(range(count), key=held.__getitem__)
+        is_short = length < count * LEAST_FRAGMENT_TOKENS
+        tokens = [length * (unit == least) for unit in range(count)] if is_short else share(length, [1.0] * count)
+        held = [before + more for before, more in zip(held, tokens, strict=True)]
+        placed.append([(unit, more) for unit, more in enumerate(tokens) if more])
+    return placed
+
+
+def whole(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
+    """Every document on one unit, longest first on the one that ends first with it; where none has room, as if it had.
+
+    The placement's loads say what does not fit.
+    """
+    busy_s, room = [0.0] * len(costs.token_s), list(costs.most_tokens)
+    placed: list[Pieces] = [[] for _ in lengths]
+    for j in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # stable: ties by index
+        length = lengths[j]
+        ends_s = [
+            (left < length, s + length * (token_s + length * square_s))
+            for s, left, token_s, square_s in zip(busy_s, room, costs.token_s, costs.square_s, strict=True)
+        ]
+        unit = min(range(len(ends_s)), key=ends_s.__getitem__)
+        busy_s[unit], room[unit] = ends_s[unit][1], room[unit] - length
+        placed[j] = [(unit, length)]
+    return placed
 
 
 def over_one_node(lengths: Sequence[int], by_node: Sequence[Sequence[int]], costs: UnitCosts) -> list[Pieces]:

@@ -44,7 +44,8 @@ def canonical(cluster: Cluster, workload: Workload) -> tuple[Cluster, Workload, 
     Nodes are sorted by descending speed, then by memory, links and name; devices inside a node likewise.
 
     Returns:
-        cluster, workload (whose per-rank weights move along), and the original rank of each canonical one, ``[D]``.
+        cluster, workload (whose weights move along, while ZeRO's rings and owners keep the order of the ranks), and the
+        original rank of each canonical one, ``[D]``.
     """
     reach = np.sort(cluster.node_bytes_per_s, axis=1)[:, ::-1]
 
@@ -75,9 +76,15 @@ def canonical(cluster: Cluster, workload: Workload) -> tuple[Cluster, Workload, 
             )
         ),
     )
-    weights = workload.zero_weights
-    if weights is not None:
+    if (weights := workload.zero_weights) is not None:
         workload = replace(workload, zero_weights=tuple(weights[rank] for rank in rank_of))
+    if workload.zero_stage:  # ranks keep their places in ZeRO's rings and among the owners
+        places = workload.zero_order or range(len(rank_of))
+        workload = replace(
+            workload,
+            zero_order=tuple(int(places[rank]) for rank in rank_of),
+            zero_cluster=workload.zero_cluster or cluster,
+        )
     return moved, workload, rank_of
 
 

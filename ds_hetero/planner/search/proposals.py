@@ -30,6 +30,7 @@ BOTH_STEPS = (0.1, 0.01)  # at which a head and tokens move between any two pair
 MAX_SETS, FEW_SETS = 32, 16  # finer labels than this do not become sets; the second for nodes, groups and ranks
 FEW_CLASSES = 5  # of the most and of the least loaded ones that exchange heads
 MAX_PAIRED_RANKS = 6  # ranks up to which two heads move at once
+MAX_DIRECTED_RANKS = 5  # ranks up to which tokens of all of them move at once, in `in_all_directions`
 MAX_TABLE = 4_000_000  # numbers in one batch of proposals
 
 
@@ -414,6 +415,27 @@ def _further(
     tokens_XD = tokens_XD[: budget.rows(grouping, len(tokens_XD))]
     heads_XD = np.broadcast_to(at.heads, tokens_XD.shape)
     return problem.best_row(grouping, tokens_XD, heads_XD, moved.time_s) or moved
+
+
+def in_all_directions(problem: Problem, start: Assignment) -> Assignment:
+    """The local optimum where the tokens of all of a few ranks move at once, by unlike shares.
+
+    The time of a ring is a maximum of sums: on its ridges no move of a pair or of a set lowers it, but many others do.
+    """
+    if problem.num_ranks > MAX_DIRECTED_RANKS:
+        return start
+    shares_XD = np.array(list(product((-2.0, -1.0, 0.0, 1.0, 2.0), repeat=problem.num_ranks)))
+    shares_XD -= shares_XD.mean(axis=1, keepdims=True)
+    grouping, best = problem.grouping(start.groups), start
+    for step in STEPS[2:]:
+        moved: Assignment | None = best
+        while moved is not None:
+            best = moved
+            tokens_XD = problem.round(best.tokens + step * problem.seq_len / problem.num_ranks * shares_XD)
+            tokens_XD = tokens_XD[((tokens_XD >= 0) & ((tokens_XD > 0) | (best.tokens == 0))).all(axis=1)]
+            heads_XD = np.broadcast_to(best.heads, tokens_XD.shape)
+            moved = problem.best_row(grouping, tokens_XD, heads_XD, best.time_s * (1 - MIN_GAIN))
+    return best
 
 
 def round_to_units(problem: Problem, start: Assignment) -> Assignment | None:

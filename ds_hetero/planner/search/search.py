@@ -29,7 +29,7 @@ from ds_hetero.planner.search.problem import (
     best_of,
     working,
 )
-from ds_hetero.planner.search.proposals import STEPS, descend, round_to_units
+from ds_hetero.planner.search.proposals import STEPS, descend, in_all_directions, round_to_units
 from ds_hetero.planner.search.shares import cap_shares
 
 M2 = 16  # plans refined by stage III, HexiSeq's value
@@ -56,7 +56,7 @@ def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Ass
     stages = _stages(problem.num_ranks)
     best = starts(problem, budget.split(3), Shortlist(stages[0][0], SLOWEST_START))
     if best and best[0].time_s <= AT_FLOOR * problem.floor_s:
-        return best
+        return [in_all_directions(problem, best[0]), *best[1:]]
     refining = budget.split(6)
     best = [_cap_all_to_all(problem, best_order(problem, start, refining, thorough=True), refining) for start in best]
     passed: list[Assignment] = []
@@ -75,7 +75,7 @@ def search(problem: Problem, budget: EvaluationBudget | None = None) -> list[Ass
     best = best_of([_tidy(problem, _trade(problem, start)) for start in best], M2)
     if best:
         budget = EvaluationBudget.for_ranks(problem.num_ranks).split(M2)
-        best[0] = descend(problem, best[0], FINE_STEPS, budget)
+        best[0] = descend(problem, in_all_directions(problem, best[0]), FINE_STEPS, budget)
     refined = {working(f) for f in best}
     return [*best, *(f for f in best_of(passed, M2) if working(f) not in refined)][:M2]
 

@@ -19,7 +19,7 @@ def _check_bytes(rank, stage):
     from ds_hetero.elastic.content import Content
     from ds_hetero.frameworks.deepspeed.in_memory import FrozenSample, load_parts, parts_in_memory
 
-    model = make_model(is_lora=True)
+    model = make_model(is_lora=True, width=192)
     sizes = [parameter.numel() for parameter in model.parameters()]
     num_trained = sum(parameter.numel() for parameter in trained(model))
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2)

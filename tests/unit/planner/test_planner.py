@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.measure.random_clusters import random_case
 from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.cluster.notation import read_notation
 from ds_hetero.cost import Grouping, Workload, make_cost_model
@@ -18,9 +19,10 @@ from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import make_problem, plan, strategy
 from ds_hetero.planner.planned import compared
+from ds_hetero.planner.search.canonical import schedule_of
 from ds_hetero.planner.search.closed_forms import fit_memory
 from ds_hetero.planner.search.partitions import best_levels, cover, minimal_covers
-from ds_hetero.planner.search.problem import EvaluationBudget
+from ds_hetero.planner.search.problem import Assignment, EvaluationBudget
 from ds_hetero.planner.search.search import search
 from ds_hetero.planner.search.shares import apportion, cap_shares, triangle_fill, two_speed_fill, whole_shares
 
@@ -457,6 +459,29 @@ def test_problems_of_relabelled_clusters_are_equal():
     again, rank_again = make_problem(
         make_cost_model("calibrated", cluster_from_dict(moved), MODEL, replace(work, zero_weights=(4.0, 3.0, 2.0, 1.0)))
     )
-    assert problem.cost.workload == again.cost.workload
+    in_any_order = {"zero_order": None, "zero_cluster": None}  # ranks keep their places in ZeRO's rings
+    assert replace(problem.cost.workload, **in_any_order) == replace(again.cost.workload, **in_any_order)
     np.testing.assert_array_equal(problem.speed, again.speed)
     np.testing.assert_array_equal(rank_of, 3 - rank_again)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_problem_has_memory_and_times_of_the_job_s_own_ranks(stage):
+    """Canonical ranks are in another order; ZeRO's rings and owners are not."""
+    rng = random.Random(stage)
+    for _ in range(20):
+        case = random_case(rng, rng.randint(3, 5), "calibrated")
+        cost = make_cost_model("calibrated", case.cluster, case.model, replace(case.workload, zero_stage=stage))
+        problem, rank_of = make_problem(cost)
+        groups = [np.array([i]) for i in range(len(rank_of))]
+        tokens, heads = (
+            np.full(len(rank_of), problem.seq_len / len(rank_of)),
+            np.full(len(rank_of), cost.model.num_heads),
+        )
+        schedule = schedule_of(problem, Assignment(0.0, tuple(groups), tokens, heads), rank_of)
+        _, tokens_D, _ = cost.arrays(schedule)
+        found = cost.predict(schedule)
+        need = problem.cost.memory_bytes(problem.grouping(groups), tokens_D[rank_of].astype(float), heads)
+        np.testing.assert_allclose(need, np.array(found.memory_bytes)[rank_of], rtol=1e-6)
+        assert problem.cost.floor_s == cost.floor_s
+        assert problem.cost.outside_blocks_s(tokens_D[rank_of]) == pytest.approx(cost.outside_blocks_s(tokens_D))

@@ -20,7 +20,13 @@ from ds_hetero.planner.document_search.bins import Bins
 from ds_hetero.planner.document_search.candidates import place_lengths
 from ds_hetero.planner.document_search.loads import ideal_s, loads_of
 from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
-from ds_hetero.planner.document_search.two_level import node_bins, over_all_units_s, over_one_node_s
+from ds_hetero.planner.document_search.two_level import (
+    node_bins,
+    over_all_alike,
+    over_all_units_s,
+    over_one_node_s,
+    whole,
+)
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, place_documents, unit_costs
 from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
 from ds_hetero.planner.documents.placing import routed_stream
@@ -114,6 +120,10 @@ def test_the_prediction_is_never_above_that_of_the_stream_or_of_simple_placement
         assert predicted_s <= everywhere_s + rounding_s(lengths, costs)
         one_node_s, _ = over_one_node_s(lengths, node_bins(costs), costs)
         assert predicted_s <= one_node_s + rounding_s(lengths, costs)
+        for pieces in (whole(lengths, costs), over_all_alike(lengths, costs)):
+            loads = loads_of(lengths, pieces, costs)
+            if all(tokens <= most for tokens, most in zip(loads.tokens, costs.most_tokens, strict=True)):
+                assert predicted_s <= loads.predicted_s * (1 + 1e-9)
     if length >= schedule.sp_size:
         stream = stream_placement(schedule, length)
         if all(stream.group_tokens(unit) <= most for unit, most in enumerate(costs.most_tokens)):
