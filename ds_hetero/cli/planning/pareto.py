@@ -13,7 +13,6 @@ from ds_hetero.common.text import time_text
 from ds_hetero.planner.pipelines.explain import shape_text
 from ds_hetero.planner.pipelines.pareto import Choice, pareto_front
 from ds_hetero.planner.pipelines.planning import plan_pipelines
-from ds_hetero.reporting.described_plan import assumptions
 from ds_hetero.values.plans.plan import SCENARIO
 
 
@@ -26,8 +25,9 @@ def show_front(scenario: Scenario, global_batch: int, out: Path | None, *, as_js
     if out is not None:
         _draw(front, out)
     if as_json:
-        choices = [choice.to_dict() for choice in front]
-        print_json({"front": choices, "assumed": assumptions(scenario), SCENARIO: scenario.to_dict()})
+        keys = ("step_s", "per_million_tokens", "kwh_per_million_tokens", "plan")
+        rows = [(each.planned.step_s, each.money, each.kwh, each.planned.plan.to_dict()) for each in front]
+        print_json({"front": [dict(zip(keys, row, strict=True)) for row in rows], SCENARIO: scenario.to_dict()})
         return
     columns = ("step", "tokens/s", "price", "kWh", "devices", "plan")
     print_table(columns, [_row(scenario, choice) for choice in front])
@@ -38,13 +38,12 @@ def show_front(scenario: Scenario, global_batch: int, out: Path | None, *, as_js
 def _row(scenario: Scenario, choice: Choice) -> tuple[str, ...]:
     planned = choice.planned
     names = Counter(scenario.cluster.devices[rank].name for rank in planned.busy)
-    finished = planned.finished
     return (
-        time_text(choice.step_s),
+        time_text(planned.step_s),
         f"{planned.tokens_per_s:,.0f}",
         *("-" if value is None else f"{value:,.3g}" for value in (choice.money, choice.kwh)),
         ", ".join(f"{count} {name}" for name, count in names.items()),
-        "sequence parallelism" if finished is None else shape_text(finished.candidate),
+        "sequence parallelism" if planned.finished is None else shape_text(planned.finished.candidate),
     )
 
 
@@ -56,7 +55,7 @@ def _draw(front: Sequence[Choice], out: Path) -> None:
     known = {name: each for name, each in values.items() if None not in each}
     figure = Figure(figsize=(7.0, 2.6 * len(known) + 0.4), layout="constrained")
     for axes, (name, points) in zip(figure.subplots(len(known), 1, squeeze=False)[:, 0], known.items(), strict=True):
-        axes.plot([choice.step_s for choice in front], points, "o", color="#4c78a8")
+        axes.plot([choice.planned.step_s for choice in front], points, "o", color="#4c78a8")
         axes.set_xlabel("seconds per step")
         axes.set_ylabel(f"{name} per million tokens")
         axes.spines[["top", "right"]].set_visible(False)

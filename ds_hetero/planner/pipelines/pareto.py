@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ds_hetero.cluster.topology import DeviceSpec
-from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.price import JOULES_PER_KWH, MILLION, price_of
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planned import PlannedPipelines
@@ -23,36 +22,20 @@ ALIKE = 1e-3  # of a value: plans that differ less are one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A plan with what it takes."""
+    """A plan with what it takes for a million tokens."""
 
     planned: PlannedPipelines  # the plan
-    step_s: float  # of an optimizer step
-    money: float | None  # per million tokens; None where a price is not known
-    kwh: float | None  # per million tokens; None where the power of a device is not known
+    money: float | None  # None where the price of a device is not known
+    kwh: float | None  # None where the power of a device is not known
 
-    @classmethod
-    def of(cls, planned: PlannedPipelines, devices: Sequence[DeviceSpec]) -> Choice:
-        """Price the devices with work of a plan."""
-        busy = sorted(planned.busy.items())
-        working, shares = [devices[rank] for rank, _ in busy], dict(enumerate(share for _, share in busy))
-        price = price_of(working, shares, planned.step_s, planned.tokens, 0.0)
-        kwh = None if price.joules is None else MILLION * price.joules / planned.tokens / JOULES_PER_KWH
-        return cls(planned=planned, step_s=planned.step_s, money=price.per_million_tokens, kwh=kwh)
+    @property
+    def values(self) -> tuple[float, float, float]:
+        """Seconds of a step, money and energy; 0 for what is not known of any plan."""
+        return self.planned.step_s, self.money or 0.0, self.kwh or 0.0
 
     def beats(self, other: Choice) -> bool:
-        """Whether it is as good as the other one in everything that is known, `ALIKE` included."""
-        pairs = ((self.step_s, other.step_s), (self.money, other.money), (self.kwh, other.kwh))
-        return all(own <= theirs * (1 + ALIKE) for own, theirs in pairs if own is not None and theirs is not None)
-
-    def to_dict(self) -> JsonDict:
-        """Plain data for ``--json``."""
-        return {
-            "step_s": self.step_s,
-            "tokens_per_s": self.planned.tokens_per_s,
-            "per_million_tokens": self.money,
-            "kwh_per_million_tokens": self.kwh,
-            "plan": self.planned.plan.to_dict(),
-        }
+        """Whether it is as good as the other one in everything, but for `ALIKE`."""
+        return all(own <= theirs * (1 + ALIKE) for own, theirs in zip(self.values, other.values, strict=True))
 
 
 def pareto_front(
@@ -71,15 +54,24 @@ def pareto_front(
             "--objective pareto sets time against money and energy, and neither price_per_hour nor watts is known of "
             "every device. Add one to the cluster file, or give --price."
         )
-    found = [Choice.of(search("time", None), devices)]
+    found = [search("time", None)]
     for name in objectives:
-        found.append(Choice.of(search(name, None), devices))
+        found.append(search(name, None))
         ratio = found[-1].step_s / found[0].step_s
         for i in range(1, LIMITS + 1 if ratio > 1 + ALIKE else 1):
             with contextlib.suppress(PlanError):  # within the limit the search may find none
-                found.append(Choice.of(search(name, found[0].step_s * ratio ** (i / (LIMITS + 1))), devices))
+                found.append(search(name, found[0].step_s * ratio ** (i / (LIMITS + 1))))
     front: list[Choice] = []
-    for choice in sorted(found, key=lambda each: (each.step_s, each.money or 0.0, each.kwh or 0.0)):
+    for choice in sorted((_priced(each, devices, objectives) for each in found), key=lambda each: each.values):
         if not any(other.beats(choice) for other in front):
             front.append(choice)
     return front
+
+
+def _priced(planned: PlannedPipelines, devices: Sequence[DeviceSpec], objectives: Sequence[str]) -> Choice:
+    """A plan with the price of its devices with work, as far as ``objectives`` are known."""
+    working, shares = zip(*sorted(planned.busy.items()), strict=True)
+    price = price_of([devices[rank] for rank in working], dict(enumerate(shares)), planned.step_s, planned.tokens, 0.0)
+    kwh = MILLION * (price.joules or 0.0) / planned.tokens / JOULES_PER_KWH
+    money = price.per_million_tokens if "cost" in objectives else None
+    return Choice(planned=planned, money=money, kwh=kwh if "energy" in objectives else None)

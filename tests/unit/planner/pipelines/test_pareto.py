@@ -42,7 +42,7 @@ def test_no_plan_of_the_front_is_beaten():
     assert len(asked) <= 1 + 2 * (1 + LIMITS)
     assert len(front) > 1
     assert not any(one.beats(other) for one in front for other in front if one is not other)
-    assert front[0].step_s <= search("time", None).step_s
+    assert front[0].planned.step_s <= search("time", None).step_s
     cheapest = min(front, key=lambda choice: choice.money)
     assert cheapest.money <= 1e6 * search("cost", None).value * 1.001
     assert set(cheapest.planned.busy) <= {0, 1}
