@@ -28,6 +28,8 @@ OPTIMIZER_BYTES = {
 }
 """Bytes of optimizer state per trained parameter, the master weight included."""
 
+BUCKET_BYTES = 25 * 2**20  # of `AsymmetricGradientSync`; the first is made while all gradients are still there
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buffers:
@@ -43,6 +45,13 @@ class Buffers:
     live_parameters: int = 1_000_000_000  # ``stage3_max_live_parameters``, which stay gathered after they were used
     sub_group: int = 1_000_000_000  # ``sub_group_size``, parameters that ZeRO-3 steps at once
     optimizer_bytes: float = 0
+
+    def sync_bytes(self, element_bytes: int) -> int:
+        """Return the bytes of gradients after which a bucket of pipelines leaves, ``element_bytes`` each on the wire.
+
+        DeepSpeed's default, written or not, stands for `BUCKET_BYTES`: a bucket of 1 GB waits for most layers.
+        """
+        return BUCKET_BYTES if self.reduce_bucket == Buffers().reduce_bucket else self.reduce_bucket * element_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

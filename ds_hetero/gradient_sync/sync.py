@@ -73,6 +73,7 @@ class AsymmetricGradientSync:
             gradients after `finish`. Every element of the model has one owner. Give them to an optimizer, in as many
             parameter groups as wanted.
         owned_boxes: by name, which elements of the whole parameter those are, box after box in row-major order.
+        bucket_bytes: as given.
 
     Caller: every rank of the job, in the same order as whatever else makes process groups.
     Collectives: all_gathers of what must agree; one new_group per set of members that ``groups`` does not have; one
@@ -111,6 +112,7 @@ class AsymmetricGradientSync:
         by_backward = [(name, layouts[name]) for name in reversed(list(layouts))]
         chunks = [c for name, layout in by_backward for c in chunks_of(name, layout, alignment, owner_weights)]
         self._device = next((parameter.device for parameter in self._parameters.values()), self._message_device)
+        self.bucket_bytes = bucket_bytes
         self._own(chunks, layouts, dtypes)
         self._make_transfers(chunks, dtypes, communication_dtype, bucket_bytes, groups or ProcessGroups())
         self._accumulating = False

@@ -192,7 +192,8 @@ def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> S
     Args:
         name: one of `STRATEGIES`, or a published planner of schedules.
         cost: the cost model, bound to the cluster, the model and the workload.
-        table: measured times for ``lut`` and ``formula``; left out, `profile_table` of the cost model.
+        table: measured times for ``lut`` and ``formula``; left out, `hetero_ring.table_of`: measured on the
+            ranks, or predicted.
     """
     heads = (cost.model.num_heads, cost.model.num_kv_heads)
     if name == "plan":

@@ -19,7 +19,9 @@ from pathlib import Path
 import pytest
 
 from ds_hetero.decision.decide import given_plan
-from ds_hetero.engine.ds_config import section_of
+from ds_hetero.decision.decide_pipelines import global_batch_of
+from ds_hetero.engine.ds_config import read_training_facts, section_of
+from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import read_section
 from tests.support import ROOT, free_port, run_deepspeed
@@ -105,6 +107,28 @@ def test_ready_configuration_is_valid(stage):
 def test_the_ready_configuration_that_plans_spells_out_the_defaults():
     section = section_of(json.loads((CONFIGS / "plan.json").read_text()))
     assert section.model_copy(update={"seq_len": None}) == read_section({})
+
+
+READY = {  # what a file says beside the defaults
+    "pipelines": {"parallel": "full"},
+    "documents": {"placement": {"mode": "documents"}},
+    "weights": {"zero_partition": "memory"},
+    "replan": {"replan": {"enabled": True}},
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_a_ready_configuration_says_what_it_is_named_for(name):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    expect_supported_keys(config, pipelines=name == "pipelines")
+    section = section_of(config).model_dump(exclude_defaults=True)
+    assert section.pop("seq_len") and section == READY[name]
+    if name == "pipelines":
+        assert global_batch_of(read_training_facts(config)) == 64
+
+
+def test_every_ready_configuration_is_read_by_a_test():
+    assert {path.stem for path in CONFIGS.glob("*.json")} == {"zero1", "zero2", "zero3", "plan", *READY}
 
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "schedules").glob("*.json")), ids=lambda path: path.stem)

@@ -231,5 +231,7 @@ PAPER = Paper(
     left_out={
         "Figure 2": "a drawing of the scheduler; its stages are `ds_hetero/planner/published/hexiseq.py`.",
         "Tables 1 and 2": "notation.",
+        "OpenWebText2 through Megatron-LM": "what its figures are trained on, packed to samples of a fixed length, so "
+        "that no time depends on the text. Here samples are random tokens or your files (`examples/corpus.py`).",
     },
 )

@@ -41,8 +41,9 @@ def islands(quick: bool) -> Figure:
         columns=("island", "devices", "number"),
         rows=rows,
         decides="datasheet values; the print takes 1979 TFLOP/s for an H200, which is its rate with sparsity, so that "
-        "there an H200 is no neighbour of an H100 in compute. Here the second phase merges them, since the estimated "
-        "bottleneck, which knows FLOP/s alone, does not grow; an H100 PCIe has more than 20 % less compute.",
+        "there an H200 is no neighbour of an H100 in compute. Here it is none in memory, and the second phase merges "
+        "islands only as long as no sum of compute, memory and its bandwidth falls; an H100 PCIe has over 20 % less "
+        "compute.",
     )
 
 
@@ -63,8 +64,7 @@ def pruning(quick: bool) -> Figure:
         shows="Calls of the inner parallelizer under more and more rules, over those with all four; the plan stays.",
         columns=("rules", "print", "calls here", "over all four", "step, s"),
         rows=rows,
-        decides="the model and the cluster: memory and interfaces (rules 3 and 4) exclude nothing here, and the memory "
-        "rule is looser than Eq. 6 by its factor 1 / Z_max.",
+        decides="the model and the cluster: memory (Eq. 6 with Z_max = 3) and interfaces exclude nothing here.",
         command="python -m benchmarks.reproduce.tangram",
     )
 

@@ -70,13 +70,13 @@ class _Answer(NamedTuple):
 @click.option("--token-unit", type=int, default=1, help="Hand out tokens in multiples of this.")
 @PARALLEL
 @GLOBAL_BATCH
-@click.option("--objective", default="time", help="time, cost or energy, for --parallel full.")
+@click.option("--objective", default="time", help="For --parallel full: time, cost, energy, or pareto for all three.")
 @click.option("--at-most-s", type=float, help="Longest step, for the objectives cost and energy.")
 @TRAINED_TOKENS
 @click.option("--planner", help="A published planner in the place of ours; an unknown name lists them.")
 @click.option("--lengths", help=_LENGTHS_HELP)
 @SEED
-@click.option("--out", type=FILE, help="Schedule or plan file to write, .json, or a page of it, .html.")
+@click.option("--out", type=FILE, help="Plan file to write, .json, or a page of it, .html; for pareto a picture, .png.")
 @AS_JSON
 def plan(
     scenario: Scenario,
@@ -102,6 +102,9 @@ def plan(
         raise click.UsageError("--lengths chooses layouts and tokens itself.")
     if planner is not None and (lengths is not None or token_unit != 1):
         raise click.UsageError("--planner takes neither --lengths nor --token-unit.")
+    if objective == "pareto":
+        _front(scenario, samples, out, as_json, is_bound=at_most_s is not None or planner is not None)
+        return
     check_out(out, endings=PLANS)
     if samples is not None:
         answer = _pipelines(scenario, samples, (objective, at_most_s), planner, trained, as_json)
@@ -116,6 +119,15 @@ def plan(
         return
     answer.show()
     print_written(out)
+
+
+def _front(scenario: Scenario, samples: int | None, out: Path | None, as_json: bool, *, is_bound: bool) -> None:
+    """Search the plans that none beats in time, money and energy; ``is_bound`` to a planner or a longest step."""
+    if samples is None or is_bound:
+        raise click.UsageError("--objective pareto is for --parallel full, without --at-most-s and --planner.")
+    from ds_hetero.cli.planning.pareto import show_front
+
+    show_front(scenario, samples, out, as_json=as_json)
 
 
 def _schedule(scenario: Scenario, layout: str | None, token_unit: int, planner: str | None, trained: float) -> _Answer:

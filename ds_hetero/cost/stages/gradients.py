@@ -53,7 +53,6 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
 GRADIENT_SUM_BYTES = 4  # micro-batches' gradients add up in fp32
-BUCKET_BYTES = 25 * 2**20  # of `AsymmetricGradientSync`; the first is made while all gradients are still there
 # Rows of `_Held`: places of the first layer and of the one after the last in a flat array of nodes by layers, the two
 # layers, the node; ranks that cut a layer, that add to one gradient, all; seconds of memory per byte; parameters.
 _FIRST, _AFTER, _NODE = 0, 1, 4
@@ -268,7 +267,7 @@ class CalibratedStageMemory(StageMemory):
         parameters = layers * self.of_layer.parameters + ends * self.of_end.parameters
         owned = layers * self.of_layer.owned + ends * self.of_end.owned
         gradients, wire = GRADIENT_SUM_BYTES * parameters, work.element_bytes * parameters
-        bucket = np.minimum(BUCKET_BYTES, wire)
+        bucket = np.minimum(work.buffers.sync_bytes(work.element_bytes), wire)
         passing = layer.given * (0 if last else 1)  # the output of a micro-batch in flight, until it has gone backward
         kept = layers * self.kept_bytes
         resting = MemoryParts(

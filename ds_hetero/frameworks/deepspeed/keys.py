@@ -129,7 +129,10 @@ KEYS: Mapping[str, Key] = {
     ),
     "zero_optimization.contiguous_gradients": _exact(_SPEED),
     "zero_optimization.reduce_scatter": _exact("all ranks get all gradients without it, and use their own part"),
-    "zero_optimization.reduce_bucket_size": _exact(_SPEED),
+    "zero_optimization.reduce_bucket_size": _exact(
+        f"{_SPEED}; gradients of pipelines leave in buckets of so many elements, and of 25 MiB where it is left out, "
+        '"auto" or DeepSpeed\'s default of 5e8'
+    ),
     "zero_optimization.allgather_bucket_size": _exact(_SPEED),
     "zero_optimization.use_multi_rank_bucket_allreduce": _exact(_SPEED),
     "zero_optimization.allgather_partitions": _exact(_SPEED),

@@ -65,7 +65,8 @@ def moved_as_one_process(rank, name, changes, lora):
     losses, norms = train_alone(whole, steps, adamw(trained(whole)), 0.5)
     held, install = [], PipelineInstaller.install
     PipelineInstaller.install = lambda installer: (installed := install(installer), held.append(installed[0]))[0]
-    config = {"gradient_clipping": 0.5, "heterogeneity": {"schedule": plan}}
+    zero = {"stage": 1, "reduce_bucket_size": 1000}
+    config = {"gradient_clipping": 0.5, "zero_optimization": zero, "heterogeneity": {"schedule": plan}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(trained(model)), config=config)
     worst = 0.0
     for number, (batch, loss, norm) in enumerate(
@@ -77,6 +78,7 @@ def moved_as_one_process(rank, name, changes, lora):
         worst = max(worst, abs(ours.item() - loss), abs(engine.get_global_grad_norm() - norm))
         if number < len(moves):
             move_layers(held[0], with_layers(held[0].plan, moves[number]))
+        assert engine.optimizer.sync.bucket_bytes == 8 * 1000
     expected = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         at = name.replace("lm_head", "model.embed_tokens") if name not in expected else name

@@ -10,10 +10,10 @@ from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.price import TOO_LONG, Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
-from ds_hetero.cost.stages.gradients import BUCKET_BYTES, DeviceParameters
+from ds_hetero.cost.stages.gradients import DeviceParameters
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, Pools
 from ds_hetero.cost.terms.flops import AchievedRates
-from ds_hetero.cost.workload import Workload
+from ds_hetero.cost.workload import BUCKET_BYTES, Buffers, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.gradient_sync import AsymmetricGradientSync
 from ds_hetero.models import load_model
@@ -209,6 +209,14 @@ def test_the_bucket_that_a_plan_counts_is_the_synchronizers():
     assert default == BUCKET_BYTES
     option = CalibratedStageCosts(CLUSTER, MODEL, WORK).stage(0, 1, "one", 1, 1)
     assert option.memory.moments(1, False, False, 1)["last, mlp"].bucket == BUCKET_BYTES
+
+
+@pytest.mark.parametrize(("elements", "bucket"), [(500_000_000, BUCKET_BYTES), (10**6, 2 * 10**6), (0, 0)])
+def test_reduce_bucket_size_is_the_bucket_of_pipelines(elements, bucket):
+    """bf16 takes two bytes an element; DeepSpeed's default stands for the synchronizer's own bucket."""
+    work = replace(WORK, buffers=Buffers(reduce_bucket=elements))
+    option = CalibratedStageCosts(CLUSTER, MODEL, work).stage(0, 1, "one", 1, 1)
+    assert option.memory.moments(1, False, False, 1)["last, mlp"].bucket == bucket
 
 
 def test_devices_are_pooled_by_node_and_kind():

@@ -167,10 +167,12 @@ class Foreign(UniformParallelizer):
 
 
 def test_a_foreign_parallelizer_plans_the_islands():
-    """The same answers make the same plan; other latencies, of which the plan is made, another one."""
+    """The same answers make the same plan; other times, by which it is composed, another one."""
     costs = _costs()
     same = Foreign(costs, lambda plan: {})
-    slower = Foreign(costs, lambda plan: {"latency_s": 2 * plan.latency_s})
+    slower = Foreign(
+        costs, lambda plan: {name: sum(plan.layers) * getattr(plan, name) for name in ("period_s", "latency_s")}
+    )
     ours, theirs, others = (
         plan_tangram(costs, costs.time_objective(), 8, (1,), variant=TangramVariant(parallelizer=each))
         for each in (None, same, slower)
@@ -189,6 +191,10 @@ def test_a_foreign_parallelizer_plans_the_islands():
         (lambda plan: {"period_s": float("nan")}, "period_s <= latency_s"),
         (lambda plan: {"memory_bytes": 1e15}, "the island's smallest device has"),
         (lambda plan: {"output_shape": (1, 2, 3)}, "the next island expects"),
+        (lambda plan: {"expert_parallel": 2}, "expert_parallel=2, and no cost model sends tokens to experts"),
+        (lambda plan: {"tensor_parallel": 2, "sequence_parallel": 2}, "shared in one way, of tensor, sequence"),
+        (lambda plan: {"zero_stage": 3}, "zero_stage=3, the calibrated cost model counts stage 2 in pipelines"),
+        (lambda plan: {"recomputation": not plan.recomputation}, "the other choice is a plan of its own"),
     ],
 )
 def test_an_invalid_partial_plan_is_refused_by_name(change, rule):

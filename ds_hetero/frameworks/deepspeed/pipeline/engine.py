@@ -203,7 +203,8 @@ class PipelineInstaller(Installer):
             stage.cut_by_tensor_parallelism(meshes[self._stage.ranks])
         if self._is_empty:
             on_all_ranks(lambda: stage.fill(default_device()))
-        sync = synchronizer_of(stage, self._plan, self._registry.process_groups)
+        bucket_bytes = self._start.facts.training.buffers.sync_bytes(stage.dtype.itemsize)
+        sync = synchronizer_of(stage, self._plan, self._registry.process_groups, bucket_bytes)
         names = [group["params"] for group in named]
         owned = [{**group, "params": owned_of_group(sync, group["params"])} for group in named]
         return PipelineOptimizer(self._inner(owned), sync, clipping_of(self._ds_config), self._clock, names)

@@ -153,8 +153,8 @@ def owned_of_group(sync: AsymmetricGradientSync, names: Iterable[str]) -> list[n
     return owned or [nn.Parameter(torch.zeros(0, device=default_device()))]
 
 
-def synchronizer_of(stage: StagedModel, plan: Plan, groups: ProcessGroups) -> AsymmetricGradientSync:
-    """Return the synchronizer of what this rank holds of a model.
+def synchronizer_of(stage: StagedModel, plan: Plan, groups: ProcessGroups, bucket_bytes: int) -> AsymmetricGradientSync:
+    """Return the synchronizer of what this rank holds of a model; ``bucket_bytes`` are those of its buckets.
 
     Caller: every rank of the world.
     Collectives: those of `pipeline_layouts` and of making an `AsymmetricGradientSync`.
@@ -166,6 +166,7 @@ def synchronizer_of(stage: StagedModel, plan: Plan, groups: ProcessGroups) -> As
         pipeline_layouts(parameters, plan, partial=stage.partial_parameters()),
         replicas=[pipeline.ranks for pipeline in plan.pipelines],
         groups=groups,
+        bucket_bytes=bucket_bytes,
         owner_weights=weights,
     )
 
@@ -253,7 +254,7 @@ def move_layers(pipelined: PipelinedEngine, plan: Plan) -> None:
     before = _frozen(stage.parameters())
     stage.change_layers(plan, device)
     after = _frozen(stage.parameters())
-    new = synchronizer_of(stage, plan, pipelined.groups)
+    new = synchronizer_of(stage, plan, pipelined.groups, old.bucket_bytes)
     holding = _Holding(
         old=old.owned_boxes,
         new=new.owned_boxes,

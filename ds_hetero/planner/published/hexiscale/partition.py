@@ -20,11 +20,13 @@ One group of devices turned into a pipeline: HexiScale's second phase (arXiv:240
     (iii)  the order of the small groups is the best of the paths that always go on over one of the tau fastest links
 
 What the text leaves open is filled in so that it helps the search: layers and micro-batches are those that the cost
-model finds best for the stages, and a strategy is judged with the machine's share of the layers by compute.
+model finds best for the stages, and a strategy, stages of any degrees, is judged with the machine's share of the layers
+by compute, for all micro-batches of the pipeline and for one; the pipeline that is faster stays.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -32,7 +34,7 @@ import numpy as np
 
 from ds_hetero.common.arrays import Bools, Floats, Ints
 from ds_hetero.cost.stages.stage import DeviceBlock, Pool
-from ds_hetero.planner.pipeline_search.blocks import cut_pool, sizes_up_to
+from ds_hetero.planner.pipeline_search.blocks import block_of, cut_pool, sizes_up_to
 from ds_hetero.planner.pipeline_search.cuts import LayerCuts
 from ds_hetero.planner.pipeline_search.evaluate import Shape
 
@@ -266,10 +268,13 @@ class PipelineMaker:
         bandwidth_VV = self._bandwidth_VV[np.ix_(chosen, chosen)]
         members = partition(self._speed_V[chosen], bandwidth_VV, groups)
         whole = float(self._speed_V[chosen].sum())
-        stages = [self._stages(chosen[group].tolist(), whole, pipelines, micro_batches) for group in members]
+        strategies = {
+            tuple(self._stages(chosen[group].tolist(), whole, pipelines, number) for group in members)
+            for number in (micro_batches, 1.0)
+        }
         best: tuple[float, tuple[DeviceBlock, ...]] | None = None
-        for path in paths(bandwidth_between(members, bandwidth_VV)):
-            blocks = tuple(block for group in path for block in stages[group])
+        found = itertools.product(sorted(strategies), paths(bandwidth_between(members, bandwidth_VV)))
+        for blocks in dict.fromkeys(tuple(b for group in path for b in stages[group]) for stages, path in found):
             cut = self._cuts.best(blocks, self._size, pipelines, micro_batches)
             if cut is not None:
                 time_s = cut.time_s(micro_batches)
@@ -287,18 +292,23 @@ class PipelineMaker:
             share = devices * self._speed_V[pool.ranks[0]] / whole
             layers = max(1, round(self._costs.model.num_layers * share))
             sizes = self._strategy(pool.kind, devices, layers, pipelines, max(1, round(micro_batches)))
-            blocks += cut_pool(pool, devices, sizes)
+            blocks += [block_of(pool, size) for size in sizes]
         return tuple(blocks)
 
-    def _strategy_uncached(self, kind: int, devices: int, layers: int, pipelines: int, micro_batches: int) -> int:
-        """The tensor-parallel degree that is fastest for some layers on the devices of one machine.
+    def _strategy_uncached(
+        self, kind: int, devices: int, layers: int, pipelines: int, micro_batches: int
+    ) -> tuple[int, ...]:
+        """The tensor-parallel degrees of stages that are fastest for some layers on the devices of one machine.
 
-        A strategy that cannot hold them counts after all that can, by how many it holds.
+        Tried are stages of one degree, with smaller ones on the devices that are left. A strategy that cannot hold the
+        layers counts after all that can, by how many it holds.
         """
         pool = self._costs.pools.largest[kind]
-        best: tuple[tuple[int, float], int] | None = None
-        for size in sizes_up_to(devices):
-            blocks = cut_pool(pool, devices, size)
+        best: tuple[tuple[int, float], tuple[int, ...]] | None = None
+        sizes = sizes_up_to(devices)
+        cuts = [(size, rest, n * size) for size in sizes for rest in sizes for n in range(1, devices // size + 1)]
+        for size, rest, cut in (each for each in cuts if each[1] <= each[0]):
+            blocks = cut_pool(pool, cut, size) + cut_pool(pool, devices - cut, rest)
             options = [self._costs.stage(b.kind, b.size, b.inner, self._size, pipelines) for b in blocks]
             fitting = [option for option in options if option is not None]
             if len(fitting) < len(blocks):
@@ -309,8 +319,8 @@ class PipelineMaker:
             period_s = layers / sum(1 / option.layer_s for option in fitting) + hop_s
             judged = (max(0, layers - room), (micro_batches - 1 + len(blocks)) * period_s)
             if best is None or judged < best[0]:
-                best = judged, size
-        return 1 if best is None else best[1]
+                best = judged, tuple(block.size for block in blocks)
+        return (1,) * devices if best is None else best[1]
 
 
 def paths(bandwidth_GG: Floats, tau: int = TAU, most: int = MAX_PATHS) -> Iterator[tuple[int, ...]]:

@@ -4,7 +4,10 @@
 
 A parallelizer sees equal devices and a part of the model. Since all stages of a composed pipeline share one degree of
 data parallelism, one call answers for every degree and micro-batch at once. Here it is a homogeneous one, as for
-Megatron-LM: data x pipeline x tensor parallelism of equal stages over the island, chosen by trying all.
+Megatron-LM: data x pipeline x tensor or sequence parallelism of equal stages over the island, chosen by trying all.
+
+A partial plan also says its ZeRO stage, recomputation and expert parallelism. A cost model of stages counts one choice
+of the first two for a whole plan, and no experts on ranks of their own: another partial plan is refused by name.
 
 Islands: nodes that are alike enough for a parallelizer that knows equal devices only (Tangram, Algorithm 1).
 
@@ -14,7 +17,8 @@ Islands: nodes that are alike enough for a parallelizer that knows equal devices
                 at most a factor; the cheapest pair first
 
 An island is planned as if all its devices were its slowest and had its smallest memory, so merging costs what its
-faster devices could have done more. The bottleneck is estimated at perfect balance: layers over the sum of speeds.
+other devices could have done more. The bottleneck is estimated at perfect balance, where layers go by compute, by
+memory or by its bandwidth: of the sums of each over all islands, the one of which merging takes most decides.
 """
 
 from __future__ import annotations
@@ -25,13 +29,14 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import Protocol
 
+from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.common.reading import MAX_BATCH, is_whole
 from ds_hetero.cost.stages.stage import DeviceBlock, Pool, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipeline_search.blocks import block_of, sizes_up_to
 
 TAU = 0.2  # of the largest value of a metric
-MERGE = 1.0  # growth of the bottleneck up to which islands are merged
+MERGE = 1.0  # growth of the bottleneck up to which islands are merged; not printed, and at 1 none that differ are
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,7 @@ class Island:
 
     pools: tuple[Pool, ...]  # its nodes, as pools of devices of one kind
     weakest: int  # kind of its slowest device with the least memory, which stands for all of them
-    flops_per_s: float  # of all its devices, at the speed of the slowest
+    totals: tuple[float, float, float]  # of all its devices, at the least of any: FLOP/s, memory and its bytes/s
 
     @classmethod
     def of(cls, pools: Pools, members: Iterable[Pool]) -> Island:
@@ -48,8 +53,14 @@ class Island:
         chosen = tuple(sorted(members, key=lambda pool: (pool.node, pool.kind)))
         devices = {pool.kind: pools.kinds[pool.kind].device for pool in chosen}
         weakest = min(devices, key=lambda kind: (devices[kind].memory_bytes, devices[kind].peak_flops_per_s, kind))
-        slowest = min(device.peak_flops_per_s for device in devices.values())
-        return cls(chosen, weakest, slowest * sum(len(pool.ranks) for pool in chosen))
+        count = sum(len(pool.ranks) for pool in chosen)
+        flops, memory, bandwidth = map(min, zip(*map(_metrics, devices.values()), strict=True))
+        return cls(chosen, weakest, (count * flops, count * memory, count * bandwidth))
+
+    @property
+    def flops_per_s(self) -> float:
+        """Of all its devices, at the speed of the slowest."""
+        return self.totals[0]
 
     @property
     def num_devices(self) -> int:
@@ -68,10 +79,9 @@ def form_islands(pools: Pools, tau: float = TAU, merge: float = MERGE) -> list[I
     while len(islands) > 1:
         pairs = itertools.combinations(range(len(islands)), 2)
         merged = [(Island.of(pools, islands[a].pools + islands[b].pools), a, b) for a, b in pairs]
-        speed = sum(island.flops_per_s for island in islands)
-        costs = [
-            speed / (speed - islands[a].flops_per_s - islands[b].flops_per_s + new.flops_per_s) for new, a, b in merged
-        ]
+        sums = [sum(column) for column in zip(*(island.totals for island in islands), strict=True)]
+        growth = [zip(sums, islands[a].totals, islands[b].totals, new.totals, strict=True) for new, a, b in merged]
+        costs = [max(whole / (whole - one - other + new) for whole, one, other, new in each) for each in growth]
         cheapest = min(range(len(merged)), key=costs.__getitem__)
         if costs[cheapest] > merge:
             break
@@ -80,10 +90,14 @@ def form_islands(pools: Pools, tau: float = TAU, merge: float = MERGE) -> list[I
     return sorted(islands, key=lambda island: (-island.flops_per_s, island.pools[0].node))
 
 
+def _metrics(device: DeviceSpec) -> tuple[float, float, float]:
+    """FLOP/s, memory and its bytes/s, by which nodes are alike."""
+    return device.peak_flops_per_s, device.memory_bytes, device.memory_bytes_per_s
+
+
 def _components(pools: Pools, tau: float) -> list[list[Pool]]:
     """Connected components of the nodes whose metrics differ by at most ``tau``."""
-    devices = [kind.device for kind in pools.kinds]
-    metrics = [(each.peak_flops_per_s, each.memory_bytes, each.memory_bytes_per_s) for each in devices]
+    metrics = [_metrics(kind.device) for kind in pools.kinds]
     largest = [max(column) for column in zip(*metrics, strict=True)]
 
     def alike(a: int, b: int) -> bool:
@@ -91,7 +105,7 @@ def _components(pools: Pools, tau: float) -> list[list[Pool]]:
         return all(abs(x - y) <= tau * most for x, y, most in pairs)
 
     components: list[set[int]] = []
-    for kind in range(len(devices)):
+    for kind in range(len(metrics)):
         near = [component for component in components if any(alike(kind, other) for other in component)]
         components = [component for component in components if component not in near]
         components.append({kind}.union(*near))
@@ -112,13 +126,31 @@ class PartialPlan:
     """How an island trains a slice."""
 
     data_parallel: int  # lanes, each with a copy of the slice
-    tensor_parallel: int  # devices of a stage
+    tensor_parallel: int  # devices of a stage that share its weights
+    sequence_parallel: int  # devices of a stage that share its sequences; this or the former is 1
+    expert_parallel: int  # devices that share experts
+    zero_stage: int  # 0 to 3
+    recomputation: bool  # of the activations of every layer, in the backward
     layers: tuple[int, ...]  # of the stages of a lane, first to last
     micro_batch_size: int  # samples of a micro-batch
     period_s: float  # of the slowest stage, for one micro-batch forward and backward
     latency_s: float  # of all stages and the hops between them, likewise
     memory_bytes: float  # of the fullest device
     output_shape: tuple[int, int, int]  # of the activations that leave a lane: samples, tokens, hidden size
+
+    @property
+    def stage_size(self) -> int:
+        """Devices of a stage."""
+        return self.tensor_parallel * self.sequence_parallel
+
+    def block(self, pool: Pool) -> DeviceBlock:
+        """Return a stage's devices, of a pool."""
+        return block_of(pool, self.stage_size, "sequence" if self.sequence_parallel > 1 else "tensor")
+
+
+def counted_zero_stage(costs: StageCosts) -> int:
+    """The ZeRO stage that a cost model of stages counts: optimizer state partitioned and gradients freed, or none."""
+    return 0 if costs.owners is None else 2
 
 
 class Parallelizer(Protocol):
@@ -155,19 +187,20 @@ class CheckedParallelizer:
 
     def _broken_rule(self, plan: PartialPlan, part: Slice, island: Island) -> str | None:
         """The first rule that a partial plan breaks, with the values; None if it is valid."""
-        counts = plan.data_parallel, plan.tensor_parallel, plan.micro_batch_size, *plan.layers
-        if not plan.layers or not all(is_whole(count, 1, MAX_BATCH) for count in counts):
-            return (
-                f"data_parallel={plan.data_parallel}, tensor_parallel={plan.tensor_parallel}, micro_batch_size="
-                f"{plan.micro_batch_size} and layers={plan.layers} must be whole numbers >= 1"
-            )
-        size, stages = plan.tensor_parallel, len(plan.layers)
+        named = ("data_parallel", "tensor_parallel", "sequence_parallel", "expert_parallel", "micro_batch_size")
+        counts = {name: getattr(plan, name) for name in named}
+        if not plan.layers or not all(is_whole(count, 1, MAX_BATCH) for count in (*counts.values(), *plan.layers)):
+            listed = ", ".join(f"{name}={count}" for name, count in counts.items())
+            return f"{listed} and layers={plan.layers} must be whole numbers >= 1"
+        if (uncounted := self._uncounted(plan)) is not None:
+            return uncounted
+        size, stages = plan.stage_size, len(plan.layers)
         if sum(plan.layers) != part.layers:
             return f"layers={plan.layers} sum to {sum(plan.layers)}"
         blocks = sum(len(pool.ranks) // size for pool in island.pools)
         if plan.data_parallel * stages > blocks:
             return (
-                f"data_parallel={plan.data_parallel} x {stages} stages of tensor_parallel={size} need "
+                f"data_parallel={plan.data_parallel} x {stages} stages of {size} devices need "
                 f"{plan.data_parallel * stages} blocks of devices of one node, there are {blocks}"
             )
         if self._samples % (plan.data_parallel * plan.micro_batch_size):
@@ -185,9 +218,28 @@ class CheckedParallelizer:
             return f"output_shape={plan.output_shape}, the next island expects {shape}"
         return None
 
+    def _uncounted(self, plan: PartialPlan) -> str | None:
+        """The first choice of a partial plan that the cost model of stages does not count; None if it counts all."""
+        costs, zero_stage = self._costs, counted_zero_stage(self._costs)
+        if plan.expert_parallel > 1:
+            return f"expert_parallel={plan.expert_parallel}, and no cost model sends tokens to experts on other devices"
+        if plan.sequence_parallel > 1 and ("sequence" not in costs.inners or plan.tensor_parallel > 1):
+            return (
+                f"sequence_parallel={plan.sequence_parallel} beside tensor_parallel={plan.tensor_parallel}; a stage is "
+                f"shared in one way, of {', '.join(costs.inners)}"
+            )
+        if plan.zero_stage != zero_stage:
+            return f"zero_stage={plan.zero_stage}, the {costs.name} cost model counts stage {zero_stage} in pipelines"
+        if plan.recomputation != costs.activation_checkpointing:
+            return (
+                f"recomputation={plan.recomputation}, this plan is made with {costs.activation_checkpointing} for all "
+                "its stages; the other choice is a plan of its own"
+            )
+        return None
+
 
 class UniformParallelizer:
-    """Tries every data, pipeline and tensor-parallel degree, and these sizes of micro-batches."""
+    """Tries every data, pipeline, tensor or sequence-parallel degree, and these sizes of micro-batches."""
 
     def __init__(self, costs: StageCosts, samples: int, sizes: Sequence[int]) -> None:
         self._costs, self._samples, self._sizes = costs, samples, tuple(sizes)
@@ -197,14 +249,14 @@ class UniformParallelizer:
         best: dict[tuple[int, int], tuple[float, PartialPlan]] = {}
         for size in sizes_up_to(min(len(pool.ranks) for pool in island.pools)):
             blocks = sum(len(pool.ranks) // size for pool in island.pools)
-            for data in range(1, blocks + 1):
+            for data, samples in itertools.product(range(1, blocks + 1), self._sizes):
                 stages = min(blocks // data, part.layers)
                 if blocks % data and blocks // data == blocks // (data + 1):
                     continue  # another lane fits as well
-                for samples in self._sizes:
-                    if self._samples % (data * samples):
-                        continue
-                    plan = self._try(part, island.weakest, (data, stages, size), samples)
+                if self._samples % (data * samples):
+                    continue
+                for inner in self._costs.inners if size > 1 else ("tensor",):
+                    plan = self._try(part, island.weakest, (data, stages, size), inner, samples)
                     if plan is None:
                         continue
                     count = self._samples // (data * samples)
@@ -213,11 +265,13 @@ class UniformParallelizer:
                         best[data, samples] = time_s, plan
         return [plan for _, plan in best.values()]
 
-    def _try(self, part: Slice, kind: int, degrees: tuple[int, int, int], samples: int) -> PartialPlan | None:
-        """One choice of (data, pipeline, tensor) degrees; None if it does not fit."""
+    def _try(
+        self, part: Slice, kind: int, degrees: tuple[int, int, int], inner: str, samples: int
+    ) -> PartialPlan | None:
+        """One choice of degrees (lanes, stages, devices of a stage); None if it does not fit."""
         data, stages, size = degrees
         pool = self._costs.pools.largest[kind]
-        block: DeviceBlock = block_of(pool, size)
+        block = block_of(pool, size, inner)
         option = self._costs.stage(kind, size, block.inner, samples, data)
         if option is None:
             return None
@@ -233,7 +287,11 @@ class UniformParallelizer:
             return None
         return PartialPlan(
             data_parallel=data,
-            tensor_parallel=size,
+            tensor_parallel=1 if inner == "sequence" else size,
+            sequence_parallel=size if inner == "sequence" else 1,
+            expert_parallel=1,
+            zero_stage=counted_zero_stage(self._costs),
+            recomputation=self._costs.activation_checkpointing,
             layers=layers,
             micro_batch_size=samples,
             period_s=max(seconds) + (hop_s if self._costs.hop_in_step else 0.0),

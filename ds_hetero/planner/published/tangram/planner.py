@@ -17,7 +17,7 @@ Which slices an inner parallelizer is asked about: Tangram's four rules (compone
 
     1  slices of equal length on one island are one question, apart from the embedding and the head       Eq. 3
     2  a slice within a factor beta of the island's share of the layers by compute                   Eqs. 4 and 5
-    3  a slice whose parameters fit into the island's memory when they are fully partitioned              Eq. 6
+    3  a slice whose parameters fit into the island's memory under the highest stage of ZeRO              Eq. 6
     4  neighbours whose hand-over of activations takes at most a part of their period
 
 Rules 1 to 3 decide before a question is asked, rule 4 between two answers. Without rule 1, every interval of layers is
@@ -36,7 +36,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, Pools, StageCosts
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.pipeline_search.blocks import block_of
+from ds_hetero.planner.pipeline_search.blocks import can_be_placed
 from ds_hetero.planner.pipeline_search.evaluate import ACTION_S, PlanCandidate
 from ds_hetero.planner.pipeline_search.starts import GivenLayers
 from ds_hetero.planner.published.interface import PublishedPlanner
@@ -55,6 +55,7 @@ BETA = 2.0  # imbalance up to which a slice is asked about
 SAFETY = 0.1  # of memory, kept for activations
 INTERFACE = 1.0  # of the period, up to which a hand-over is accepted
 ELEMENT_BYTES = 2
+Z_MAX = 3  # ZeRO's highest stage, by which Eq. 6 as printed divides the memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,10 @@ class Answers:
         return share / BETA <= part.layers <= share * BETA
 
     def _fits(self, part: Slice, island: Island) -> bool:
-        """Eq. 6 with every byte of the parameters partitioned over the whole island."""
+        """Eq. 6: the parameters against the memory of the whole island over ``Z_MAX``."""
         memory = self._costs.pools.kinds[island.weakest].device.memory_bytes
         needed = part.layers * self._costs.model.layer_parameters * ELEMENT_BYTES
-        return needed <= island.num_devices * memory * (1 - SAFETY)
+        return needed <= island.num_devices * memory * (1 - SAFETY) / Z_MAX
 
     def compatible(self, plan: PartialPlan, hand_over_s: float) -> bool:
         """Rule 4: whether a hand-over to this plan is short enough."""
@@ -120,10 +121,7 @@ def interface_s(costs: StageCosts, source: tuple[Island, PartialPlan], target: t
     (a, before), (b, after) = source, target
     nodes = ((x.node, y.node) for x in a.pools for y in b.pools)
     link = _fastest(costs, nodes)
-    blocks = [
-        block_of(costs.pools.largest[island.weakest], plan.tensor_parallel)
-        for island, plan in ((a, before), (b, after))
-    ]
+    blocks = [plan.block(costs.pools.largest[island.weakest]) for island, plan in ((a, before), (b, after))]
     return costs.hop_s(link, blocks[0], blocks[1], after.micro_batch_size)
 
 
@@ -237,7 +235,9 @@ def plan_tangram(
         for parts in _compositions(costs, answers, order, samples, variant.exact):
             for scattered in (False, True):
                 placed = _placed(order, parts, samples, scattered)
-                given = None if placed is None else GivenLayers.of(costs, objective, placed)
+                if placed is None or not can_be_placed(costs.pools, [lane.blocks for lane in placed]):
+                    continue
+                given = GivenLayers.of(costs, objective, placed)
                 if given is not None:
                     composed.append((given, order, tuple(sum(part.layers) for part in parts)))
     best: tuple[PlanCandidate, tuple[Island, ...], tuple[int, ...]] | None = None
@@ -307,16 +307,17 @@ def _timings(
 ) -> dict[tuple[int, int], Timing]:
     """Period and latency of an island's slices with the hand-over to them; without those that rule 4 drops.
 
-    A hand-over depends on the tensor-parallel degrees on both sides only, since micro-batches are equal.
+    A hand-over depends on the inner degrees on both sides only, since micro-batches are equal.
     """
-    degrees = {plan.tensor_parallel: plan for plan in chosen[k - 1].values()} if k else {}
-    before: dict[int, float] = {}
+    ends = {(plan.tensor_parallel, plan.sequence_parallel): plan for plan in chosen[k - 1].values()} if k else {}
+    before: dict[tuple[int, int], float] = {}
     timings = {}
     for at, plan in chosen[k].items():
-        if plan.tensor_parallel not in before:
-            times = [interface_s(costs, (order[k - 1], each), (order[k], plan)) for each in degrees.values()]
-            before[plan.tensor_parallel] = min(times, default=0.0)
-        hand_over_s = before[plan.tensor_parallel]
+        degrees = plan.tensor_parallel, plan.sequence_parallel
+        if degrees not in before:
+            times = [interface_s(costs, (order[k - 1], each), (order[k], plan)) for each in ends.values()]
+            before[degrees] = min(times, default=0.0)
+        hand_over_s = before[degrees]
         if ask.compatible(plan, hand_over_s):
             timings[at] = plan.period_s, plan.latency_s + 2 * hand_over_s
     return timings
@@ -333,11 +334,7 @@ def _placed(
     data, size = parts[0].data_parallel, parts[0].micro_batch_size
     lanes: list[list[DeviceBlock]] = [[] for _ in range(data)]
     for island, part in zip(order, parts, strict=True):
-        blocks = [
-            block_of(pool, part.tensor_parallel)
-            for pool in island.pools
-            for _ in range(len(pool.ranks) // part.tensor_parallel)
-        ]
+        blocks = [part.block(pool) for pool in island.pools for _ in range(len(pool.ranks) // part.stage_size)]
         stages = len(part.layers)
         if len(blocks) < data * stages:
             return None

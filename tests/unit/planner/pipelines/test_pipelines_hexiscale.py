@@ -95,6 +95,13 @@ def test_the_case_study_is_planned_about_as_well_as_printed():
     assert plan_hexiscale(costs, costs.time_objective(), 24).step_s < 25.55  # as printed, with gradients
 
 
+def test_a_strategy_by_machine_comes_near_the_printed_plan_of_30b():
+    """Setting 3: 28.0 % printed; with one degree a machine, judged for all micro-batches alone, it was 22.2 %."""
+    costs = HexiScaleStageCosts(load_cluster("hexiscale-setting-3"), load_model("llama-30b"), 4096)
+    plan = plan_hexiscale(costs, costs.time_objective(), 120)
+    assert costs.utilization(plan.step_s, 120) > 0.25
+
+
 def test_what_fits_nowhere_has_no_plan():
     small = replace(CASE, nodes=CASE.nodes[2:])
     costs = CalibratedStageCosts(small, MODEL, Workload(seq_len=4096))

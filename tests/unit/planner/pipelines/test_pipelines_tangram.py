@@ -44,6 +44,16 @@ def test_islands_are_the_nodes_that_differ_little():
     assert islands_of(cluster, merge=10) == [{"n0", "n1", "n2", "n3"}]
 
 
+@pytest.mark.parametrize("memory_gib, gb_per_s", [(80, 2000), (160, 1000)])
+def test_islands_merge_as_long_as_memory_and_bandwidth_suffice_too(memory_gib, gb_per_s):
+    """Equal compute: 8 devices of half the memory or bandwidth beside 8 whole ones leave (8 + 8) / (16 + 8) of it."""
+    whole = {"peak_tflops": 300, "memory_gib": 160, "memory_bandwidth_gb_per_s": 2000}
+    half = {**whole, "memory_gib": memory_gib, "memory_bandwidth_gb_per_s": gb_per_s}
+    cluster = cluster_of(("whole", 8), ("half", 8), devices={"whole": whole, "half": half})
+    assert len(islands_of(cluster)) == len(islands_of(cluster, merge=1.49)) == 2
+    assert islands_of(cluster, merge=1.51) == [{"n0", "n1"}]
+
+
 def test_similarity_carries_over_chains_of_nodes():
     devices = {
         f"x{i}": {"peak_tflops": tflops, "memory_gib": 80, "memory_bandwidth_gb_per_s": 2000}
@@ -95,6 +105,29 @@ def test_a_slice_is_asked_about_within_its_share_and_its_memory():
     assert ask((0, 30), islands[0], True, False)
     assert inner.calls == 1
     assert not ask((0, 30), islands[0], False, True)  # its layers are not those of the last island
+
+
+def test_the_memory_of_a_slice_is_that_of_the_highest_stage_of_zero():
+    """Eq. 6: three times the parameters have to fit, whatever two times would."""
+    half = MODEL.layer_parameters * 2 * 32 / 0.9 / 2**30  # GiB of one device that all layers fill
+    for times, fits in ((2.9, False), (3.1, True)):
+        device = {"peak_tflops": 300, "memory_gib": times * half, "memory_bandwidth_gb_per_s": 2000}
+        costs = CalibratedStageCosts(cluster_of(("x", 1), devices={"x": device}), MODEL, WORK)
+        islands = form_islands(costs.pools)
+        inner = CheckedParallelizer(UniformParallelizer(costs, 32, (1,)), costs, 32)
+        Answers(costs, islands, inner)((0, 32), islands[0], True, True)
+        assert inner.calls == fits
+
+
+def test_stages_share_sequences_where_that_is_faster():
+    """At 64K tokens two ranks exchange less for attention than for sums of tensor parallelism."""
+    costs = CalibratedStageCosts(cluster_of(("A100-SXM-80GB", 4)), MODEL, Workload(seq_len=65536))
+    (island,) = form_islands(costs.pools)
+    plans = UniformParallelizer(costs, 2, (1,)).plan(Slice(32, True, True), island)
+    assert {plan.block(costs.pools.largest[0]).inner for plan in plans} > {"sequence"}
+    alone = CalibratedStageCosts(costs.cluster, MODEL, Workload(seq_len=65536), inners=("tensor",))
+    both, tensor = (plan_tangram(each, each.time_objective(), 2, (1,)) for each in (costs, alone))
+    assert both.candidate.step_s < tensor.candidate.step_s
 
 
 def random_tables(rng):
