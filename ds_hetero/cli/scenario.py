@@ -217,12 +217,6 @@ def _read_clusters(
 ) -> tuple[Cluster, ...]:
     """Load the clusters that the options name; what was decided for the user, and what cannot train, goes to stderr.
 
-    Args:
-        gpus: line of cards, see `ds_hetero.cluster.notation`.
-        nics: such ports of a node.
-        host_memory: of every machine, GiB; None where the clusters say it, or nobody does.
-        price: line of prices, see `ds_hetero.cluster.notation`.
-
     Raises:
         ClusterError: a cluster is none.
         PlanError: the file cannot be written.

@@ -363,8 +363,7 @@ def with_kernel(cluster: Cluster, kernel: str | None) -> Cluster:
         entry = CATALOGUE.get(device.name)
         return device if entry is None else with_attention(device, kernel, entry.attention)
 
-    nodes = tuple(replace(node, devices=tuple(map(changed, node.devices))) for node in cluster.nodes)
-    return replace(cluster, nodes=nodes)
+    return cluster.with_devices(changed)
 
 
 def confidence(devices: Iterable[DeviceSpec]) -> str:

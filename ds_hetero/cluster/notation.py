@@ -263,12 +263,9 @@ def _device_named(card: str, names: tuple[str, ...]) -> str:
 
 def with_prices(cluster: Cluster, prices: dict[str, float]) -> Cluster:
     """Return the cluster with these prices, by name of device."""
-
-    def priced(device: DeviceSpec) -> DeviceSpec:
-        return replace(device, price_per_hour=prices.get(device.name, device.price_per_hour))
-
-    nodes = tuple(replace(node, devices=tuple(map(priced, node.devices))) for node in cluster.nodes)
-    return replace(cluster, nodes=nodes)
+    return cluster.with_devices(
+        lambda device: replace(device, price_per_hour=prices.get(device.name, device.price_per_hour))
+    )
 
 
 def with_host_memory(cluster: Cluster, gib: float | None) -> Cluster:

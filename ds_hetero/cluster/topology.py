@@ -13,7 +13,7 @@ efficiencies come from a profile, or are the catalogue's assumption until there 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log2
@@ -282,12 +282,9 @@ class Cluster:
         return self.subset(range(first, stop))
 
     def subset(self, ranks: Iterable[int]) -> Cluster:
-        """Return the cluster of these ranks, which are numbered from 0 there, in ascending order.
+        """Return the cluster of these ranks, one at least, which are numbered from 0 there, in ascending order.
 
         Of a node with ranks outside they get their share of what its ranks have in common.
-
-        Args:
-            ranks: of this cluster, at least one.
         """
         chosen = np.array(sorted(set(ranks)), dtype=np.int64)
         node_of_chosen = self.node_of_rank[chosen]
@@ -301,17 +298,12 @@ class Cluster:
                 nic_bytes_per_s=node.nic_bytes_per_s and node.nic_bytes_per_s * share,
                 switch_bytes_per_s=node.switch_bytes_per_s and node.switch_bytes_per_s * share,
             )
-        place = {index: i for i, index in enumerate(nodes)}
-        links = tuple(((place[a], place[b]), link) for (a, b), link in self.links if a in place and b in place)
-        return Cluster(nodes=tuple(nodes.values()), network=self.network, links=links)
+        return self._of_nodes(nodes)
 
     def without(self, ranks: Iterable[int]) -> Cluster:
-        """Return the cluster after these ranks are lost, the others numbered from 0 there, in ascending order.
+        """Return the cluster after these ranks are lost, but not all; the others are numbered from 0, ascending.
 
         Unlike a `subset`, what ranks of a node have in common stays whole for those that are left.
-
-        Args:
-            ranks: of this cluster, not all of them.
         """
         lost = set(ranks)
         first, nodes = 0, {}
@@ -320,9 +312,18 @@ class Cluster:
             first += len(node.devices)
             if left:
                 nodes[index] = replace(node, devices=left)
+        return self._of_nodes(nodes)
+
+    def _of_nodes(self, nodes: Mapping[int, Node]) -> Cluster:
+        """The cluster of some nodes, by their index here, with the links between them."""
         place = {index: i for i, index in enumerate(nodes)}
         links = tuple(((place[a], place[b]), link) for (a, b), link in self.links if a in place and b in place)
         return Cluster(nodes=tuple(nodes.values()), network=self.network, links=links)
+
+    def with_devices(self, changed: Callable[[DeviceSpec], DeviceSpec]) -> Cluster:
+        """The cluster with what ``changed`` makes of every device; it is called in the order of the ranks."""
+        nodes = tuple(replace(node, devices=tuple(map(changed, node.devices))) for node in self.nodes)
+        return replace(self, nodes=nodes)
 
     def rank_name(self, rank: int) -> str:
         """A rank as people see it: ``rank 3 (A100-SXM-80GB on a100)``."""

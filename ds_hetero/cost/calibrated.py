@@ -141,7 +141,7 @@ class CalibratedCostModel(CostModel):
         """
         assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
         non_attention_s = exchanged_s = 0.0
-        compute = self._block.compute(assigned)
+        compute = self._block.compute(assigned.work)
         rings = self._block.rings(assigned, compute)
         for block_pass, of_groups_BK, ring in zip(self._block.passes, compute.non_attention_PBK, rings, strict=True):
             share = block_pass.repeats * self._attention_share
@@ -206,13 +206,13 @@ class CalibratedCostModel(CostModel):
     def exchange_s_K(self, schedule: Schedule) -> Floats:
         """Both all-to-alls of every group in one block, forward and backward, by ring position."""
         grouping, tokens_D, heads_D = self.arrays(schedule)
-        assigned = self._block.assigned(grouping, tokens_D[None], heads_D[None])
+        exchange_BK = self._block.exchange_s(self._block.work(grouping, tokens_D[None], heads_D[None]))
         passes = sum(block_pass.repeats for block_pass in self._block.passes)
-        return np.asarray(self._attention_share * passes * assigned.exchange_BK[0])
+        return np.asarray(self._attention_share * passes * exchange_BK[0])
 
     def busy_s(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Floats:
         """Time that every rank computes in one block, ``[D]``."""
-        attention_D = explain.busy_s(self._block, self._block.assigned(grouping, tokens_D[None], heads_D[None]))
+        attention_D = explain.busy_s(self._block, self._block.work(grouping, tokens_D[None], heads_D[None]))
         if self._recurrent is None:
             return attention_D
         return self._attention_share * attention_D + self._recurrent_share * self._recurrent.busy_s(grouping, tokens_D)
@@ -223,7 +223,9 @@ class CalibratedCostModel(CostModel):
         finish = [ring_finish_s(ring) for ring in self._block.rings(assigned)]
         finish = self._with_recurrence(finish, grouping, tokens_D[None])
         if self._recurrent is not None and terms.all_to_all_s > max(terms.non_attention_s, terms.ring_steps_s):
-            return self._recurrent.slowest_link(self.cluster, tokens_D)
+            rank = int(tokens_D.argmax())
+            peer = explain.slowest_peer(self.cluster, rank, np.arange(len(tokens_D)))
+            return Bottleneck.of_link(self.cluster, "all_to_all_s", rank, peer)
         repeats = [block_pass.repeats for block_pass in self._block.passes]
         alone_s = sum(count * float(part[0]) for count, part in zip(repeats, finish, strict=True))
         return explain.bottleneck(

@@ -14,22 +14,22 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.model import Bottleneck, Span, Terms
-from ds_hetero.cost.passes import AssignedWork, BlockPasses
+from ds_hetero.cost.passes import AssignedWork, BlockPasses, Work
 from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms.grouping import ring_edges
 from ds_hetero.cost.terms.times import alone_s, ring_finish_s, ring_schedule
 
 
-def busy_s(block: BlockPasses, assigned: AssignedWork) -> Floats:
+def busy_s(block: BlockPasses, work: Work) -> Floats:
     """Compute of every rank in one block, ``[D]``."""
-    grouping, tokens_D = assigned.grouping, assigned.tokens_BD[0]
+    grouping, tokens_D = work.grouping, work.tokens_BD[0]
     busy_D = np.zeros(len(tokens_D))
-    slope_PBD, fixed_PBD, contiguous_causal = block.attention_s(assigned)
-    work_PBD = block.non_attention_s(assigned.tokens_BD)
+    slope_PBD, fixed_PBD, contiguous_causal = block.attention_s(work)
+    work_PBD = block.non_attention_s(work.tokens_BD)
     for number, block_pass in enumerate(block.passes):
         seen_K, blocks_K = np.full((2, grouping.num_groups), [[block.workload.seq_len], [grouping.num_groups]])
         if contiguous_causal:  # earlier groups, and half of the own one
-            seen_K = np.cumsum(assigned.length_BK[0]) - assigned.length_BK[0] / 2
+            seen_K = np.cumsum(work.length_BK[0]) - work.length_BK[0] / 2
             blocks_K = np.arange(grouping.num_groups) + 0.5
         slope_D, fixed_D = slope_PBD[number, 0], fixed_PBD[number, 0]
         attention_D = slope_D * seen_K[grouping.group_of] + fixed_D * blocks_K[grouping.group_of]
@@ -44,22 +44,22 @@ def bottleneck(block: BlockPasses, assigned: AssignedWork, terms: Terms, *, besi
         beside: what takes longer than the work that it runs beside; None where nothing does.
     """
     term = max(Terms.__slots__, key=lambda name: float(getattr(terms, name)))
-    grouping, tokens_D, heads_D = assigned.grouping, assigned.tokens_BD[0], assigned.heads_BD[0]
+    grouping, tokens_D, heads_D = assigned.work.grouping, assigned.work.tokens_BD[0], assigned.work.heads_BD[0]
     if term == "non_attention_s":
-        rank = int(block.non_attention_s(assigned.tokens_BD)[1, 0].argmax())
+        rank = int(block.non_attention_s(assigned.work.tokens_BD)[1, 0].argmax())
         return Bottleneck.of_rank(block.cluster, term, "compute", rank)
     if term == "all_to_all_s":
         group = int(assigned.exchange_BK[0].argmax())
         ranks = grouping.order[grouping.offsets[group] : grouping.offsets[group + 1]]
         rank = int(ranks[(tokens_D[ranks] * (1 + heads_D[ranks])).argmax()])
-        return Bottleneck.of_link(block.cluster, term, rank, _slowest_peer(block.cluster, rank, ranks))
+        return Bottleneck.of_link(block.cluster, term, rank, slowest_peer(block.cluster, rank, ranks))
     if beside:
         return Bottleneck.of_rank(block.cluster, term, beside, 0)
     ring = block.rings(assigned)[1]
     alone_K = alone_s(ring)[0]
     if ring.contiguous_causal or float(ring_finish_s(ring)[0]) > 1.02 * alone_K.max():
         return _slowest_transfer(block, assigned, term)
-    slope_PBD, fixed_PBD, _ = block.attention_s(assigned)
+    slope_PBD, fixed_PBD, _ = block.attention_s(assigned.work)
     members_D = grouping.group_of == int(alone_K.argmax())
     busy_D = np.where(members_D, slope_PBD[1, 0] * block.workload.seq_len + fixed_PBD[1, 0] * grouping.num_groups, -1.0)
     return Bottleneck.of_rank(block.cluster, term, "compute", int(busy_D.argmax()))
@@ -80,7 +80,7 @@ def mixed_timeline(
 ) -> tuple[Span, ...]:
     """Bars of the mean of two kinds of layers: in every phase attention's, then the recurrence's, each by its share."""
     spans: list[Span] = []
-    begin_s, of_pass = 0.0, recurrent.passes(assigned.grouping, assigned.tokens_BD)
+    begin_s, of_pass = 0.0, recurrent.passes(assigned.work.grouping, assigned.work.tokens_BD)
     for phase in _phases(block):
         backward = phase == "backward"
         for span in _pass_spans(block, assigned, phase, 0.0):
@@ -96,15 +96,16 @@ def _phases(block: BlockPasses) -> tuple[str, ...]:
     return ("forward", "recompute", "backward") if block.passes[0].repeats == 2 else ("forward", "backward")
 
 
-def _slowest_peer(cluster: Cluster, rank: int, ranks: Ints) -> int:
+def slowest_peer(cluster: Cluster, rank: int, ranks: Ints) -> int:
+    """With whom of ``ranks`` a rank exchanges most slowly."""
     others = ranks[ranks != rank]
     node = cluster.node_of_rank
     return int(others[cluster.node_all_to_all_s_per_byte[node[rank], node[others]].argmax()])
 
 
 def _slowest_transfer(block: BlockPasses, assigned: AssignedWork, term: str) -> Bottleneck:
-    position = int((assigned.latency_BK + assigned.transfer_BK * assigned.length_BK.max())[0].argmax())
-    edges = ring_edges(assigned.grouping, assigned.heads_BD, block.model.queries_per_kv_head)
+    position = int((assigned.latency_BK + assigned.transfer_BK * assigned.work.length_BK.max())[0].argmax())
+    edges = ring_edges(assigned.work.grouping, assigned.work.heads_BD, block.model.queries_per_kv_head)
     first = int(edges.starts[position])
     last = int(np.append(edges.starts, len(edges.heads))[position + 1])
     node = block.cluster.node_of_rank
@@ -114,14 +115,14 @@ def _slowest_transfer(block: BlockPasses, assigned: AssignedWork, term: str) -> 
 
 
 def _pass_spans(block: BlockPasses, assigned: AssignedWork, phase: str, begin_s: float) -> list[Span]:
-    grouping, spans, backward = assigned.grouping, [], phase == "backward"
+    grouping, spans, backward = assigned.work.grouping, [], phase == "backward"
     number = int(backward)
-    compute = block.compute(assigned)
+    compute = block.compute(assigned.work)
     non_attention_BK, ring = compute.non_attention_PBK[number], block.rings(assigned, compute)[number]
-    slope_PBD, fixed_PBD, contiguous_causal = block.attention_s(assigned)
+    slope_PBD, fixed_PBD, contiguous_causal = block.attention_s(assigned.work)
     slope_D, fixed_D = slope_PBD[number, 0], fixed_PBD[number, 0]
     starts, received = (part[:, 0] + begin_s for part in ring_schedule(ring))
-    work_D = block.non_attention_s(assigned.tokens_BD)[number, 0]
+    work_D = block.non_attention_s(assigned.work.tokens_BD)[number, 0]
     num_groups = grouping.num_groups
     for rank, group in enumerate(grouping.group_of.tolist()):
         work_s = begin_s + float(work_D[rank])
@@ -132,10 +133,10 @@ def _pass_spans(block: BlockPasses, assigned: AssignedWork, phase: str, begin_s:
         for step in range(num_groups):
             source = (group + 1 + step if backward else group - step) % num_groups
             share = 1.0 if not contiguous_causal or source < group else 0.5 * (source == group)
-            step_s = share * float(slope_D[rank] * assigned.length_BK[0, source] + fixed_D[rank])
+            step_s = share * float(slope_D[rank] * assigned.work.length_BK[0, source] + fixed_D[rank])
             now_s, arrived_s = float(starts[step, group]), float(received[step, group])
             if step_s:
                 spans.append(Span.of(rank, "compute", "attention", now_s, now_s + step_s, step, phase))
-            if arrived_s > now_s and assigned.heads_BD[0, rank]:
+            if arrived_s > now_s and assigned.work.heads_BD[0, rank]:
                 spans.append(Span.of(rank, "network", "ring", now_s, arrived_s, step, phase))
     return spans

@@ -250,7 +250,7 @@ class CostModel(ABC):
             cost_model=self.name,
             block_s=terms.block_s,
             iteration_s=iteration_s,
-            tokens_per_s=work.seq_len * work.micro_batch * work.micro_batches / iteration_s,
+            tokens_per_s=work.step_tokens / iteration_s,
             terms=terms,
             memory_bytes=tuple(int(x) for x in np.ceil(memory_D)),
             feasible=reason is None,

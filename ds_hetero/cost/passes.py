@@ -8,7 +8,6 @@ Dimension key: P passes (forward, backward), B assignments, D ranks, K groups in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -40,8 +39,7 @@ class Pass(NamedTuple):
     host_s: Floats  # least time of the pass, that of the host to launch it
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """Values of tokens and heads from which both passes compute the time of each rank."""
 
     grouping: Grouping  # the groups
@@ -53,20 +51,13 @@ class Work:
 
     def take(self, rows: Ints) -> Work:
         """The work of some assignments."""
-        return Work(
-            grouping=self.grouping,
-            tokens_BD=self.tokens_BD.take(rows, axis=0),
-            heads_BD=self.heads_BD.take(rows, axis=0),
-            kv_heads_BD=self.kv_heads_BD.take(rows, axis=0),
-            length_BK=self.length_BK.take(rows, axis=0),
-            rows_BD=self.rows_BD.take(rows, axis=0),
-        )
+        return Work._make([self.grouping, *(each.take(rows, axis=0) for each in self[1:])])
 
 
-@dataclass(frozen=True, slots=True)
-class AssignedWork(Work):
+class AssignedWork(NamedTuple):
     """The work, and how long its bytes travel, ``[B, K]`` each."""
 
+    work: Work
     exchange_BK: Floats  # both all-to-alls of one pass, in seconds
     latency_BK: Floats  # start-up of a ring transfer into a group
     transfer_BK: Floats  # its seconds per token and byte of a KV head
@@ -84,13 +75,7 @@ class Compute(NamedTuple):
 
     def take(self, rows: Ints) -> Compute:
         """Of some assignments."""
-        return Compute(
-            non_attention_PBK=self.non_attention_PBK.take(rows, axis=1),
-            length_BK=self.length_BK.take(rows, axis=0),
-            slope_PBK=self.slope_PBK.take(rows, axis=1),
-            fixed_PBK=self.fixed_PBK.take(rows, axis=1),
-            contiguous_causal=self.contiguous_causal,
-        )
+        return Compute._make(each if isinstance(each, bool) else each.take(rows, axis=-2) for each in self)
 
     def least_s(self, exchange_BK: Floats | float) -> Floats:
         """Times that the passes do not undercut whatever their rings' transfers take, ``[P, B]``."""
@@ -212,19 +197,8 @@ class BlockPasses:
     def with_transfers(self, work: Work, exchange_BK: Floats) -> AssignedWork:
         """Add the ring's transfers to the exchanges of `exchange_s`."""
         per_kv_head = self.model.queries_per_kv_head
-        latency_BK, transfer_BK, shared_BK = ring_transfers_s(work.grouping, work.heads_BD, work.length_BK, per_kv_head)
-        return AssignedWork(
-            grouping=work.grouping,
-            tokens_BD=work.tokens_BD,
-            heads_BD=work.heads_BD,
-            kv_heads_BD=work.kv_heads_BD,
-            length_BK=work.length_BK,
-            rows_BD=work.rows_BD,
-            exchange_BK=exchange_BK,
-            latency_BK=latency_BK,
-            transfer_BK=transfer_BK,
-            shared_BK=shared_BK,
-        )
+        transfers = ring_transfers_s(work.grouping, work.heads_BD, work.length_BK, per_kv_head)
+        return AssignedWork(work, exchange_BK, *transfers)
 
     def compute(self, work: Work) -> Compute:
         """Computing time of the groups in both passes."""
@@ -242,7 +216,7 @@ class BlockPasses:
 
     def rings(self, assigned: AssignedWork, compute: Compute | None = None) -> list[RingCoefficients]:
         """Both passes around the ring, of what the groups compute if that is known."""
-        compute = compute or self.compute(assigned)
+        compute = compute or self.compute(assigned.work)
         return [self._ring(assigned, compute, backward=backward) for backward in (False, True)]
 
     def _ring(self, assigned: AssignedWork, compute: Compute, *, backward: bool) -> RingCoefficients:

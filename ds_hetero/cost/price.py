@@ -16,11 +16,9 @@ from dataclasses import dataclass
 
 from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.common.reading import JsonDict, shortened
-from ds_hetero.cost.model import Prediction
+from ds_hetero.cost.model import CostModel, Prediction
 from ds_hetero.cost.terms.flops import training_flops
-from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.models.shapes import ModelSpec
 
 OBJECTIVES = ("time", "cost", "energy")
 IDLE_SHARE = 0.25  # of the power under load, where a device does not say
@@ -40,12 +38,7 @@ class Objective:
 
     @classmethod
     def of(cls, name: str, kinds: Sequence[DeviceSpec], tokens: int, at_most_s: float | None = None) -> Objective:
-        """Bind an objective to a cluster's devices. Raises `PlanError`: an unknown name, or no price or power.
-
-        Args:
-            name: one of `OBJECTIVES`.
-            at_most_s: longest step that is acceptable.
-        """
+        """Bind an objective to a cluster's devices. Raises `PlanError`: an unknown name, or no price or power."""
         zeros = (0.0,) * len(kinds)
         if name == "time":
             return cls(name, 1.0, zeros, zeros, at_most_s)
@@ -66,7 +59,6 @@ class Objective:
         """Return the objective of a plan; at least `TOO_LONG` where its step takes too long, more the longer it takes.
 
         Args:
-            step_s: time of its step.
             per_s: sum of `per_s` over its devices.
             busy: sum over its devices of `per_busy_s` x the seconds that they compute.
         """
@@ -199,14 +191,12 @@ def price_of(
     )
 
 
-def price_of_prediction(
-    prediction: Prediction, devices: Sequence[DeviceSpec], model: ModelSpec, workload: Workload
-) -> Price:
+def price_of_prediction(cost: CostModel, prediction: Prediction) -> Price:
     """Price a step of one replica, whose ranks with work are those that compute."""
     busy = {rank: busy_s / prediction.block_s for rank, busy_s in enumerate(prediction.busy_s) if busy_s}
-    tokens = workload.seq_len * workload.micro_batch * workload.micro_batches
-    flops = training_flops(model, workload.seq_len, causal=workload.causal)
-    return price_of(devices, busy, prediction.iteration_s, tokens, flops)
+    work = cost.workload
+    flops = training_flops(cost.model, work.seq_len, causal=work.causal)
+    return price_of(cost.cluster.devices, busy, prediction.iteration_s, work.step_tokens, flops)
 
 
 def _watts(device: DeviceSpec, busy: float) -> float:

@@ -24,7 +24,7 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Bools, Floats, Ints
-from ds_hetero.cost.model import Bottleneck, Span
+from ds_hetero.cost.model import Span
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.flops import AchievedRates
 from ds_hetero.cost.terms.grouping import Grouping
@@ -112,13 +112,6 @@ class RecurrentLayer:
         forward, backward = self.passes(grouping, tokens_D[None])
         compute = [times.work_BD[0] + times.scan_BD[0] for times in (forward, backward)]
         return np.asarray(self._repeats * compute[0] + compute[1])
-
-    def slowest_link(self, cluster: Cluster, tokens_D: Floats) -> Bottleneck:
-        """The exchange of the rank with the most tokens with whom it reaches most slowly."""
-        rank = int(tokens_D.argmax())
-        node, others = cluster.node_of_rank, np.flatnonzero(np.arange(len(tokens_D)) != rank)
-        peer = int(others[cluster.node_all_to_all_s_per_byte[node[rank], node[others]].argmax()])
-        return Bottleneck.of_link(cluster, "all_to_all_s", rank, peer)
 
     def spans(self, times: RecurrentTimes, phase: str, begin_s: float, share: float) -> tuple[list[Span], float]:
         """Bars of one pass, all scaled by ``share``, and when it ends."""

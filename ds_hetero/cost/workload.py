@@ -129,6 +129,11 @@ class Workload:
             raise PlanError(f"zero_weights must be finite weights >= 0, not all 0, got {shortened(weights)}.")
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of an optimizer step."""
+        return self.seq_len * self.micro_batch * self.micro_batches
+
+    @property
     def memory_savers(self) -> tuple[str, ...]:
         """Offloads, tiles and recomputation that it trains with, in words."""
         words = {

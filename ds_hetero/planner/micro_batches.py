@@ -53,7 +53,6 @@ def plan_replicas(
 
     Args:
         workload: of one replica; its ``micro_batch`` and ``micro_batches`` are ignored, because they are chosen here.
-        cost_model: ``"calibrated"`` or ``"published"``.
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
     """
     expect_whole_number("global_batch", global_batch, 1, MAX_BATCH, PlanError)

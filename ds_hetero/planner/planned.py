@@ -40,6 +40,11 @@ class ScheduleCandidate(NamedTuple):
     schedule: Schedule  # ranks as in the cluster
     prediction: Prediction  # of the schedule under the planner's cost model
 
+    @classmethod
+    def of(cls, schedule: Schedule, cost: CostModel) -> ScheduleCandidate:
+        """A schedule of no strategy, by what it is."""
+        return cls(describe(schedule, cost.cluster), schedule, cost.predict(schedule))
+
     @property
     def kind(self) -> str:
         """The strategy that a baseline belongs to: ``usp`` for ``usp 4x2``."""

@@ -104,7 +104,7 @@ def plan(
         name=describe(best.schedule, cluster),
         search_s=time.perf_counter() - started,
         step_s=best.prediction.iteration_s,
-        tokens=workload.seq_len * workload.micro_batch * workload.micro_batches,
+        tokens=workload.step_tokens,
         baselines={kind: candidate.prediction if candidate else None for kind, candidate in best_of.items()},
         baseline_names={kind: candidate.name for kind, candidate in best_of.items() if candidate},
         baseline_reasons={kind: baselines.why_not(kind) for kind, candidate in best_of.items() if not candidate},
@@ -134,22 +134,15 @@ def _check_arguments(cluster: Cluster, workload: Workload, layout: str | None, t
         raise PlanError(f"token_unit must be between 1 and seq_len={workload.seq_len}, got {shortened(token_unit)}.")
 
 
-def searched_candidates(
-    cost: CostModel, layout: str | None = None, token_unit: int = 1, budget: EvaluationBudget | None = None
-) -> list[ScheduleCandidate]:
+def searched_candidates(cost: CostModel, layout: str | None = None, token_unit: int = 1) -> list[ScheduleCandidate]:
     """The best schedules that the search finds, best first; none if nothing fits into memory.
 
     Args:
-        cost: bound to cluster, model and workload.
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
-        budget: how much may be evaluated; left out, what suits the number of ranks.
     """
     problem, rank_of = make_problem(cost, layout=layout, token_unit=token_unit)
-    found = search(problem, budget)[: 1 + MAX_REJECTED]
-    schedules = [schedule_of(problem, assignment, rank_of) for assignment in found]
-    return [
-        ScheduleCandidate(describe(schedule, cost.cluster), schedule, cost.predict(schedule)) for schedule in schedules
-    ]
+    found = search(problem)[: 1 + MAX_REJECTED]
+    return [ScheduleCandidate.of(schedule_of(problem, assignment, rank_of), cost) for assignment in found]
 
 
 def _of_published(name: str, cost: CostModel, layout: str | None) -> ScheduleCandidate:
@@ -162,7 +155,7 @@ def _of_published(name: str, cost: CostModel, layout: str | None) -> ScheduleCan
     schedule = planner.schedule(cost, None)
     if layout is not None:
         schedule = replace(schedule, layout=layout)
-    return ScheduleCandidate(describe(schedule, cost.cluster), schedule, cost.predict(schedule))
+    return ScheduleCandidate.of(schedule, cost)
 
 
 def _rejected(
@@ -190,8 +183,6 @@ def strategy(name: str, cost: CostModel, table: ProfileTable | None = None) -> S
     ``usp`` is the best legal mesh that fits.
 
     Args:
-        name: one of `STRATEGIES`, or a published planner of schedules.
-        cost: the cost model, bound to the cluster, the model and the workload.
         table: measured times for ``lut`` and ``formula``; left out, `hetero_ring.table_of`: measured on the
             ranks, or predicted.
     """

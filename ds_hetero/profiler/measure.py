@@ -67,8 +67,6 @@ def measure(
     Args:
         dtype: to measure in; left out, `default_dtype` of the device.
         attention: the kernel to time, torch's own if left out.
-        window_s: seconds per timing.
-        show_progress: show a bar on rank 0's stderr.
 
     Caller: every rank. Without a default process group one is made from the launcher's environment, for the duration.
     """

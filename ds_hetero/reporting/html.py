@@ -108,9 +108,7 @@ class Page:
 
         Args:
             kind: one of the functions of ``page.js``: ``bars``, ``lines``, ``timeline`` or ``links``.
-            label: what it shows, in words.
             data: what that function takes.
-            height: in pixels.
         """
         number = len(self._charts)
         self._charts.append({"kind": kind, "data": data})

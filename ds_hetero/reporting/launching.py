@@ -108,13 +108,16 @@ def _env(launch: JobLaunch) -> str:
     if not lines:
         lines = ["# NCCL and gloo choose the interface; to name the one between the hosts, make these files anew with"]
         lines += ["# --interface NAME (ip -br address lists them)."]
-    meets = {"MASTER_ADDR": launch.hosts[0], "MASTER_PORT": launch.port}
-    return "\n".join([*lines, *(f"export {name}={value}" for name, value in meets.items())]) + "\n"
+    return _lines(*lines, f"export MASTER_ADDR={launch.hosts[0]}", f"export MASTER_PORT={launch.port}")
+
+
+def _lines(*lines: str) -> str:
+    return "\n".join(lines) + "\n"
 
 
 def _script(*lines: str, node: bool = False) -> str:
     takes = ["node=${1:?give the number of this host, from 0 in the order of the hostfile}"] if node else []
-    return "\n".join(["#!/usr/bin/env bash", "set -euo pipefail", _HERE, *takes, *lines]) + "\n"
+    return _lines("#!/usr/bin/env bash", "set -euo pipefail", _HERE, *takes, *lines)
 
 
 def _torchrun(launch: JobLaunch) -> str:
@@ -140,25 +143,20 @@ def _accelerate_config(launch: JobLaunch) -> str:
         "  deepspeed_hostfile: hostfile",
         f"  deepspeed_inclusion_filter: {devices}",
     ]
-    return (
-        "\n".join(
-            [
-                "# accelerate gives every host num_processes / num_machines ranks, unless a filter names devices,",
-                '# and it reads the filter with the launchers of DeepSpeed alone (nossh, pdsh), not with "standard".',
-                "# Scripts without --deepspeed want a line deepspeed_config_file: ds_config.json in deepspeed_config.",
-                "compute_environment: LOCAL_MACHINE",
-                "distributed_type: DEEPSPEED",
-                "deepspeed_config:",
-                *(several if len(launch.hosts) > 1 else []),
-                "  zero3_init_flag: false",
-                f"num_machines: {len(launch.hosts)}",
-                f"num_processes: {sum(launch.slots)}",
-                "machine_rank: 0",
-                f"main_process_ip: {launch.hosts[0]}",
-                f"main_process_port: {launch.port}",
-            ]
-        )
-        + "\n"
+    return _lines(
+        "# accelerate gives every host num_processes / num_machines ranks, unless a filter names devices,",
+        '# and it reads the filter with the launchers of DeepSpeed alone (nossh, pdsh), not with "standard".',
+        "# Scripts without --deepspeed want a line deepspeed_config_file: ds_config.json in deepspeed_config.",
+        "compute_environment: LOCAL_MACHINE",
+        "distributed_type: DEEPSPEED",
+        "deepspeed_config:",
+        *(several if len(launch.hosts) > 1 else []),
+        "  zero3_init_flag: false",
+        f"num_machines: {len(launch.hosts)}",
+        f"num_processes: {sum(launch.slots)}",
+        "machine_rank: 0",
+        f"main_process_ip: {launch.hosts[0]}",
+        f"main_process_port: {launch.port}",
     )
 
 
@@ -185,4 +183,4 @@ def _slurm(launch: JobLaunch) -> str:
     # Slurm runs a copy of the script, so its folder is named by the one who submits it.
     here = "here=${LAUNCH_FILES:?sbatch --export=ALL,LAUNCH_FILES=FOLDER slurm.sh, FOLDER with all paths from the root}"
     waits = f"for _ in {' '.join(['host'] * len(launch.hosts))}; do wait -n; done  # ends with the first that fails"
-    return "\n".join(["#!/usr/bin/env bash", *parts, "set -euo pipefail", here, *starts, waits]) + "\n"
+    return _lines("#!/usr/bin/env bash", *parts, "set -euo pipefail", here, *starts, waits)

@@ -120,29 +120,20 @@ def _stages_table(described: DescribedPlan, costs: StageCosts, finished: Finishe
 
 def _memory(page: Page, costs: StageCosts, finished: Finished) -> list[Markup]:
     memory = memory_bytes(costs, finished)
-    names: list[str] = []
-    rows: list[tuple[str, ...]] = []
-    need: list[float] = []
-    has: list[float] = []
+    cells: list[tuple[str, str, float, float]] = []
     for number, *_ in finished.makeups[:MAX_PIPELINES]:
         for j, block in enumerate(finished.candidate.placed[number].blocks):
             for part, needed in zip(block.parts, memory[number][j], strict=True):
                 device = costs.pools.kinds[part.kind].device
-                capacity = device.usable_bytes
-                names.append(f"pipeline {number}, stage {j}" + (f", {device.name}" if block.others else ""))
-                need.append(round(needed / GIB, 3))
-                has.append(round(capacity / GIB, 3))
-                rows.append((names[-1], device.name, bytes_text(needed), bytes_text(capacity)))
+                name = f"pipeline {number}, stage {j}" + (f", {device.name}" if block.others else "")
+                cells.append((name, device.name, needed, device.usable_bytes))
     series = [
-        {"name": "the card", "values": has, "behind": True, "colour": "wait"},
-        {"name": "needed", "values": need, "colour": "model"},
+        {"name": "the card", "values": [round(has / GIB, 3) for *_, has in cells], "behind": True, "colour": "wait"},
+        {"name": "needed", "values": [round(needed / GIB, 3) for _, _, needed, _ in cells], "colour": "model"},
     ]
-    chart = page.chart(
-        "bars",
-        "Memory of a card of every stage, in GiB",
-        {"rows": names, "unit": "GiB", "series": series},
-        90 + 30 * len(names),
-    )
+    data = {"rows": [name for name, *_ in cells], "unit": "GiB", "series": series}
+    chart = page.chart("bars", "Memory of a card of every stage, in GiB", data, 90 + 30 * len(cells))
+    rows = [(*names, bytes_text(needed), bytes_text(has)) for *names, needed, has in cells]
     return [chart, html_table(("stage", "device", "memory, GiB", "of"), rows, "Memory by stage")]
 
 

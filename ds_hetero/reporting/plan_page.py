@@ -18,7 +18,7 @@ from ds_hetero.reporting.grid import grid_of
 from ds_hetero.reporting.html import Page, definitions, details, preformatted
 from ds_hetero.reporting.pipelines_sections import add_pipelines
 from ds_hetero.reporting.run_file import RunFile, plan_digest
-from ds_hetero.reporting.schedule_sections import MeasuredReplica, add_documents, baselines, block, shares, step
+from ds_hetero.reporting.schedule_sections import ReplicaSections, add_documents
 from ds_hetero.reporting.shared_sections import (
     add_launch,
     add_run,
@@ -84,8 +84,16 @@ def _add_replicas(page: Page, described: DescribedPlan, run: RunFile | None) -> 
     predictions = [cost.predict(described.schedule_of(replica)) for replica, cost in enumerate(costs)]
     _add_summary(page, described.scenario, costs, predictions, run)
     for replica in _unlike(described):
-        schedule, prediction, cost = described.schedule_of(replica), predictions[replica], costs[replica]
-        measured = _measured(run, described.plan.schedules[replica].ranks)
+        schedule, cost = described.schedule_of(replica), costs[replica]
+        own = described.plan.schedules[replica].ranks
+        sections = ReplicaSections(
+            page=page,
+            cost=cost,
+            schedule=schedule,
+            prediction=predictions[replica],
+            ranks=[run.ranks[rank] for rank in own] if run else [],
+            trace=[run.trace[rank] for rank in own] if run and run.trace else [],
+        )
         of = f" of replica {replica}" if len(costs) > 1 else ""
         label = f"Ranks{of} by machine, the links between machines, and the ring"
         page.section(
@@ -94,10 +102,10 @@ def _add_replicas(page: Page, described: DescribedPlan, run: RunFile | None) -> 
             page.chart("links", label, links_picture(cost.cluster, schedule), 320),
             links_table(cost.cluster),
         )
-        page.section(f"Who does what{of}", *shares(page, cost, schedule, prediction, measured.ranks))
-        page.section(f"A block{of}", *block(page, cost, schedule, prediction, measured))
-        page.section(f"A step{of}", *step(page, cost, schedule, prediction, measured))
-        page.section(f"Other plans, and why they lose{of}", *baselines(page, cost, schedule, prediction))
+        page.section(f"Who does what{of}", *sections.shares())
+        page.section(f"A block{of}", *sections.block())
+        page.section(f"A step{of}", *sections.step())
+        page.section(f"Other plans, and why they lose{of}", *sections.baselines())
         if described.scenario.lengths is not None:
             add_documents(page, cost, schedule, described.scenario.lengths, of)
 
@@ -135,13 +143,8 @@ def _add_summary(
     work = costs[0].workload
     slowest = max(predictions, key=lambda prediction: prediction.iteration_s)
     step_s = slowest.iteration_s
-    tokens = sum(cost.workload.seq_len * cost.workload.micro_batch * cost.workload.micro_batches for cost in costs)
-    prices = price_cards(
-        [
-            price_of_prediction(prediction, cost.cluster.devices, cost.model, cost.workload)
-            for cost, prediction in zip(costs, predictions, strict=True)
-        ]
-    )
+    tokens = sum(cost.workload.step_tokens for cost in costs)
+    prices = price_cards(list(map(price_of_prediction, costs, predictions)))
     too_much = next((prediction.reason for prediction in predictions if prediction.reason), None)
     cards: JsonDict = {
         "Predicted step": time_text(step_s),
@@ -163,12 +166,4 @@ def _add_summary(
         f"What decides: {slowest.bottleneck.text}.",
         *([f"Memory: {too_much}."] if too_much else []),
         f"Assumed: {'; '.join(assumptions(scenario))}.",
-    )
-
-
-def _measured(run: RunFile | None, ranks: Sequence[int]) -> MeasuredReplica:
-    if run is None:
-        return MeasuredReplica()
-    return MeasuredReplica(
-        [run.ranks[rank] for rank in ranks], [run.trace[rank] for rank in ranks] if run.trace else []
     )

@@ -127,11 +127,7 @@ class Schedule:
         return self.sub_ring_tasks(tuple(range(self.ring_size)))
 
     def sub_ring_tasks(self, members: tuple[int, ...]) -> tuple[Piece, ...]:
-        """Head ranges of one rank per group (HexiSeq section 3.3); ``owners[k]``: global rank in ``members[k]``.
-
-        Args:
-            members: ring positions of the groups.
-        """
+        """Head ranges of one rank per group (HexiSeq section 3.3); ``owners[k]``: global rank in ``members[k]``."""
         return _sub_ring_tasks(self, members)
 
     @property
@@ -260,11 +256,7 @@ def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=64)
 def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ...]:
-    """Position intervals, ascending, of as many shares of ``0 .. sum(sizes) - 1`` as there are ``sizes``.
-
-    Args:
-        layout: one of `LAYOUTS`.
-    """
+    """Position intervals, ascending, of as many shares of ``0 .. sum(sizes) - 1`` as there are ``sizes``."""
     if layout == "contiguous":
         return tuple((part,) for part in Split(sizes).ranges)
     front = Split(tuple(-(-size // 2) for size in sizes)).ranges

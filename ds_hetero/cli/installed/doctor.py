@@ -71,13 +71,7 @@ def model_facts(
     seq_len: int | None,
     checkpointing: bool,
 ) -> ModelFacts:
-    """Facts of the model from the command's options. Raises `ModelError`: it cannot be read, or nobody knows it.
-
-    Args:
-        source: config.json, folder or preset; None if not given.
-        seq_len: tokens to plan for, where the section has none.
-        checkpointing: of the activations of every layer.
-    """
+    """Facts of the model from the command's options. Raises `ModelError`: it cannot be read, or nobody knows it."""
     from ds_hetero.decision.facts import NO_MODEL, ModelFacts
 
     facts = ModelFacts(

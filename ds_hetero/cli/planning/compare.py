@@ -13,7 +13,7 @@ from ds_hetero.cli.printing import print_json, print_table, term_shares
 from ds_hetero.cli.scenario import Scenario, scenario_options
 from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.common.text import time_text
-from ds_hetero.cost.model import Prediction
+from ds_hetero.cost.model import CostModel, Prediction
 from ds_hetero.cost.price import price_of_prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.exact import solve_exact
@@ -76,7 +76,7 @@ def _strategies(scenario: Scenario, with_exact: bool, table: ProfileTable | None
     columns = ("strategy", "block", "tokens/s", "over uniform", "non-attn", "a2a", "ring", "MFU", "per M tokens")
     has_prices = all(device.price_per_hour is not None for device in scenario.cluster.devices)
     shown = len(columns) if has_prices else len(columns) - 1
-    print_table(columns[:shown], (row[:shown] for row in _strategy_rows(scenario, rows)), "Strategies")
+    print_table(columns[:shown], (row[:shown] for row in _strategy_rows(cost, rows)), "Strategies")
     print("\n".join((*_remarks(rows), assumed_line(scenario))))
     print(table_text(cost, table))
     if exact is not None:
@@ -119,7 +119,7 @@ def _exact(scenario: Scenario) -> JsonDict:
     }
 
 
-def _strategy_rows(scenario: Scenario, rows: Mapping[str, JsonObject]) -> Iterator[tuple[str, ...]]:
+def _strategy_rows(cost: CostModel, rows: Mapping[str, JsonObject]) -> Iterator[tuple[str, ...]]:
     uniform = [rows[name]["predicted"] for name in ("ulysses", "ring", "usp")]
     best = max((p.tokens_per_s for p in uniform if p is not None and p.feasible), default=None)
     for name, row in rows.items():
@@ -129,7 +129,7 @@ def _strategy_rows(scenario: Scenario, rows: Mapping[str, JsonObject]) -> Iterat
         else:
             gain = f"{prediction.tokens_per_s / best:.2f} x" if best else "-"
             rate = f"{prediction.tokens_per_s:,.0f}"
-            price = price_of_prediction(prediction, scenario.cluster.devices, scenario.model, scenario.workload)
+            price = price_of_prediction(cost, prediction)
             money = f"{price.per_million_tokens:,.3g}" if price.per_million_tokens is not None else "-"
             shares = (*term_shares(prediction), f"{100 * price.mfu:.1f} %")
             yield name, time_text(prediction.block_s), rate, gain, *shares, money

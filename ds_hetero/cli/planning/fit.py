@@ -15,7 +15,7 @@ from ds_hetero.cli.scenario import Scenario, read_schedule, scenario_options
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import bytes_text, time_text
-from ds_hetero.cost.price import Price, price_of_prediction
+from ds_hetero.cost.price import price_of_prediction
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.memory import (
@@ -109,17 +109,18 @@ def fit(
         advice = () if fitted.fits else advise(fitted, source)
         remedy = next((each for each in advice if each.fits), None)
         outlooks = [_outlook("today", fitted, source, remedy, longest)]
-        for other in others:
+        for text, cluster in zip(what_if, others, strict=True):
             begin_next()
-            outlooks.append(_other_outlook(other.text, replace(scenario, clusters=(other.cluster,)), source, remedy))
+            outlooks.append(_other_outlook(text, replace(scenario, clusters=(cluster,)), source, remedy))
     every = stacks(fitted.cost, fitted.schedule)
+    price = price_of_prediction(fitted.cost, fitted.prediction)
     saves = None if copies is None else shared_memory(fitted.cost, copies)
     if as_json:
-        further = {"price": _price(fitted).to_dict(trained), "assumed": assumptions(scenario), "saves": saves}
+        further = {"price": price.to_dict(trained), "assumed": assumptions(scenario), "saves": saves}
         print_json({**_report(fitted, every, longest, advice, outlooks), **further})
     else:
         _print_stacks(fitted, every)
-        _print_verdict(scenario, fitted, longest, trained)
+        _print_verdict(scenario, fitted, longest, price.lines(trained) if fitted.fits else [])
         if saves is not None:
             print(saves_line(fitted.cost, saves))
         _print_outlooks(outlooks, advice)
@@ -154,7 +155,6 @@ def _outlook(
     """Outlook of a cluster: as it is if that fits, else after today's remedy, or one of its own where there is none.
 
     Args:
-        name: ``today``, or what is asked.
         longest: sequence that fits as it is, where that is known.
     """
     cluster = fitted.cost.cluster
@@ -189,12 +189,7 @@ def _report(
     }
 
 
-def _price(fitted: Fitted) -> Price:
-    cost = fitted.cost
-    return price_of_prediction(fitted.prediction, cost.cluster.devices, cost.model, cost.workload)
-
-
-def _print_verdict(scenario: Scenario, fitted: Fitted, longest: int, trained: float) -> None:
+def _print_verdict(scenario: Scenario, fitted: Fitted, longest: int, price: Sequence[str]) -> None:
     """Say whether it fits, how fast it is and what it costs."""
     prediction, work = fitted.prediction, scenario.workload
     verdict = "fits" if fitted.fits else f"does not fit: {prediction.reason}"
@@ -205,7 +200,7 @@ def _print_verdict(scenario: Scenario, fitted: Fitted, longest: int, trained: fl
         f"{'' if fitted.fits else ', if it fitted'}",
         f"longest:    {f'{longest:,} tokens fit' if longest else 'no length fits'}",
         *_host_lines(fitted),
-        *(_price(fitted).lines(trained) if fitted.fits else ()),
+        *price,
         assumed_line(scenario),
     ]
     print("\n".join(lines))

@@ -31,9 +31,8 @@ from ds_hetero.cluster.topology import Cluster, DeviceSpec
 from ds_hetero.common.arrays import Bools, Floats
 from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.stages.gradients import CalibratedStageMemory, DeviceParameters, GradientTimes
-from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
-from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, Pools, StageCosts, StageOption, SyncTimes
+from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, StageCosts, StageOption, SyncTimes
 from ds_hetero.cost.terms.layer_memory import WIDE, LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.terms.times import RingCollective
 from ds_hetero.cost.workload import Workload
@@ -76,9 +75,7 @@ class CalibratedStageCosts(StageCosts):
         self._find = find
         self.stage = cache(self.stage)  # type: ignore[method-assign]
         self.sequence = SequenceStages(cluster, model, workload, self.pools, find)
-        self._hops = HopTimes(
-            cluster, workload.element_bytes * model.hidden_size, self.seq_len, self.pools, self.sequence
-        )
+        self._hop_s = cache(self._hop_s_uncached)
         memory_s_per_byte = [self._memory_s_per_byte(kind) for kind in range(len(self.pools.kinds))]
         self._gradients = GradientTimes(cluster, model, workload, memory_s_per_byte)
 
@@ -211,26 +208,28 @@ class CalibratedStageCosts(StageCosts):
             holders=holders,
         )
 
-    # --- hops and pipelines
+    # --- hops
 
     def hop_s(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
-        """See `ds_hetero.cost.stages.calibrated`."""
-        return self._hops.seconds(link, source, target, micro_batch_size)
+        """One direction: latency and the busiest port, of a sender, a receiver or the node."""
+        return self._hop_s(link, *(self._end(block, micro_batch_size) for block in (source, target)), micro_batch_size)
 
-    def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> PipelineTimes:
-        """See `ds_hetero.cost.stages.pipeline_time.closed_form`."""
-        return closed_form(forward_s, backward_s, hop_s)
+    def _end(self, block: DeviceBlock, micro_batch_size: int) -> _End:
+        kinds = (block.kind, *(part.kind for part in block.others))
+        if not block.others:
+            return _End(kinds, 1 / block.size)
+        shared = self.sequence.passes(block.parts, micro_batch_size)
+        assert shared is not None, "a stage that cannot run has no hops"
+        return _End(kinds, max(shared.tokens) / (micro_batch_size * self.seq_len))
 
-    def pipeline_s(
-        self,
-        forward_s: Sequence[float],
-        backward_s: Sequence[float],
-        hop_s: Sequence[float],
-        micro_batches: int,
-        in_flight: Sequence[int] | None = None,
-    ) -> float:
-        """See `ds_hetero.cost.stages.pipeline_time.run_pipeline`."""
-        return run_pipeline(forward_s, backward_s, hop_s, micro_batches, in_flight).total_s
+    def _hop_s_uncached(self, link: int, source: _End, target: _End, samples: int) -> float:
+        wire = self.cluster.link_classes[link]
+        volume = samples * self.seq_len * self.workload.element_bytes * self.model.hidden_size
+        busiest_s = volume * max(source.share, target.share) / (wire.bytes_per_s * wire.p2p_efficiency)
+        kinds = [self.pools.kinds[kind] for kind in (*source.kinds, *target.kinds)]
+        inside = any(wire == each.link for each in kinds)
+        shared = [each.switch_bytes_per_s if inside else each.nic_bytes_per_s for each in kinds]
+        return wire.latency_s + max([busiest_s, *(volume / rate for rate in shared if rate)])
 
     # --- gradients
 
@@ -287,39 +286,6 @@ class CalibratedStageCosts(StageCosts):
 def _has_neighbours(ranks: Sequence[int], size: int) -> bool:
     """Whether ``size`` of these ascending ranks follow one another, as those of a schedule must."""
     return any(last - first == size - 1 for first, last in zip(ranks, ranks[size - 1 :], strict=False))
-
-
-class HopTimes:
-    """Times of hops between blocks; ``sequence`` says which shares of tokens the devices of a block have."""
-
-    def __init__(
-        self, cluster: Cluster, token_bytes: int, seq_len: int, pools: Pools, sequence: SequenceStages
-    ) -> None:
-        self._cluster, self._token_bytes, self._seq_len = cluster, token_bytes, seq_len
-        self._pools, self._sequence = pools, sequence
-        self._of_ends = cache(self._of_ends_uncached)
-
-    def seconds(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
-        """One direction over a link: latency and the busiest port, of a sender, a receiver or the node."""
-        ends = self._end(source, micro_batch_size), self._end(target, micro_batch_size)
-        return self._of_ends(link, *ends, micro_batch_size)
-
-    def _end(self, block: DeviceBlock, micro_batch_size: int) -> _End:
-        kinds = (block.kind, *(part.kind for part in block.others))
-        if not block.others:
-            return _End(kinds, 1 / block.size)
-        shared = self._sequence.passes(block.parts, micro_batch_size)
-        assert shared is not None, "a stage that cannot run has no hops"
-        return _End(kinds, max(shared.tokens) / (micro_batch_size * self._seq_len))
-
-    def _of_ends_uncached(self, link: int, source: _End, target: _End, samples: int) -> float:
-        wire = self._cluster.link_classes[link]
-        volume = samples * self._seq_len * self._token_bytes
-        busiest_s = volume * max(source.share, target.share) / (wire.bytes_per_s * wire.p2p_efficiency)
-        kinds = [self._pools.kinds[kind] for kind in (*source.kinds, *target.kinds)]
-        inside = any(wire == each.link for each in kinds)
-        shared = [each.switch_bytes_per_s if inside else each.nic_bytes_per_s for each in kinds]
-        return wire.latency_s + max([busiest_s, *(volume / rate for rate in shared if rate)])
 
 
 class _End(NamedTuple):

@@ -26,7 +26,7 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link
 from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.price import Objective
-from ds_hetero.cost.stages.pipeline_time import PipelineTimes
+from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
 from ds_hetero.cost.terms.layer_memory import Bytes
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
@@ -293,11 +293,10 @@ class StageCosts(ABC):
     def hop_s(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
         """One hop of activations over a class of links (published: both directions, as its Eq. 8 prints them)."""
 
-    @abstractmethod
     def pipeline_times(self, forward_s: Floats, backward_s: Floats, hop_s: Floats) -> PipelineTimes:
         """Times of pipelines in closed form, of stages' passes ``[C, S]`` and hops ``[S - 1]``, for the search."""
+        return closed_form(forward_s, backward_s, hop_s)
 
-    @abstractmethod
     def pipeline_s(
         self,
         forward_s: Sequence[float],
@@ -311,6 +310,7 @@ class StageCosts(ABC):
         Args:
             in_flight: by stage; left out, 1F1B's. A published model knows those only.
         """
+        return run_pipeline(forward_s, backward_s, hop_s, micro_batches, in_flight).total_s
 
     # --- gradients
 

@@ -32,13 +32,9 @@ from ds_hetero.values.schedule import Schedule
 
 
 class GroupBy:
-    """Group items by two integer keys and reduce over each part.
+    """Group items by two integer keys, ``[I]`` each, and reduce over each part.
 
     Parts are ordered by the major key, then by the minor key.
-
-    Args:
-        major: first key of every item, ``[I]``.
-        minor: second key of every item, ``[I]``.
 
     Attributes:
         starts: where every part begins in `order`, ``[P]``.

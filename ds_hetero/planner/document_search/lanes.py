@@ -74,7 +74,7 @@ def make_placement(
         key=lambda lane: (
             lane.nodes[0] == lane.nodes[-1],
             not lane.by_heads,
-            -_longest(lane),
+            min(start - stop for start, stop in lane.spans),  # longest first
             lane.members,
             lane.proxies,
         )
@@ -92,10 +92,6 @@ def make_placement(
     return Placement(
         schedule=schedule, length=length, rank_tokens=rank_tokens(schedule, placed.loads.tokens), lanes=tuple(lanes)
     )
-
-
-def _longest(lane: Lane) -> int:
-    return max(stop - start for start, stop in lane.spans)
 
 
 def _padding(documents: Sequence[Range], length: int, shares: Sequence[int]) -> list[list[Range]]:
@@ -180,10 +176,6 @@ def loads_by_heads(lengths: Sequence[int], pieces: Sequence[Pieces], costs: Unit
     """The loads of a placement whose documents over all units exchange heads.
 
     The i-th unit of a node computes its node's share of the heads for the tokens of the i-th units of all nodes.
-
-    Args:
-        costs: of the units, as many in every node.
-        heads: of every node.
     """
     units = range(len(costs.node))
     slots = list(zip(*costs.units_by_node, strict=True))

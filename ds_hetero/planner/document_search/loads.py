@@ -82,7 +82,8 @@ def unit_costs(cost: CalibratedCostModel, schedule: Schedule) -> UnitCosts:
         cross_s=cross_s,
         link_s=link_s,
         exchange_per_receive=exchanged / (bytes_there + bytes_back),
-        fragment_rows=_fragment_rows(cost.cluster),
+        # A tile of query rows. Half of one is what a causal square takes more keys per query, where that was measured.
+        fragment_rows=max(2 * device.efficiency.attention_edge_keys or TILE_ROWS for device in cost.cluster.devices),
         step_s=_step_s(cost, tokens_D),
         edge_s=tuple(np.maximum(edge_s_K, 0).tolist()),
     )
@@ -93,11 +94,6 @@ def _step_s(cost: CalibratedCostModel, tokens_D: Floats) -> float:
     once, work = once_s(cost.outside_blocks_s(tokens_D)), cost.workload
     loss_s = cost.outside_blocks_s(np.zeros_like(tokens_D))["loss_s"]
     return (loss_s + once / work.micro_batches) / cost.model.num_layers
-
-
-def _fragment_rows(cluster: Cluster) -> float:
-    """A tile of query rows. Half of one is what a causal square takes more keys per query, where that was measured."""
-    return max(2 * device.efficiency.attention_edge_keys or TILE_ROWS for device in cluster.devices)
 
 
 def _nodes(cluster: Cluster, schedule: Schedule) -> tuple[int, ...]:
@@ -292,27 +288,16 @@ class KVBytes:
 
 
 def ring_bytes(
-    placement: Placement,
-    node_of_rank: Sequence[int],
-    kv_bytes: KVBytes,
-    *,
-    causal: bool = True,
-    window: int | None = None,
+    placement: Placement, node_of_rank: Sequence[int], kv_bytes: KVBytes, *, window: int | None = None
 ) -> dict[str, float]:
-    """Bytes of all messages of the rings of one layer, forward and backward, by `LINK_KINDS`; over all ranks.
-
-    Args:
-        kv_bytes: of one token and one KV head.
-        causal: as in `RingTable`.
-        window: as in `RingTable`.
-    """
+    """Bytes of all messages of the rings of one layer, forward and backward, by `LINK_KINDS`; over all ranks."""
     batch_size = placement.rows[-1].stop
     total: Counter[str] = Counter()
     lanes = ((part.placement, lane) for part in placement.parts for lane in part.placement.lanes)
     for of_part, lane in lanes:
         if len(lane.members) == 1:
             continue
-        schedule, hops = of_part.schedule, _hop_bytes(RingTable(of_part, lane, causal, window), kv_bytes)
+        schedule, hops = of_part.schedule, _hop_bytes(RingTable(of_part, lane, True, window), kv_bytes)
         for piece in schedule.sub_ring_tasks(lane.members):
             first, last = schedule.kv_heads(piece.start, piece.stop)
             for (sender, receiver), count in hops.items():
@@ -326,9 +311,6 @@ def exchange_bytes(placement: Placement, node_of_rank: Sequence[int], kv_bytes: 
 
     For each of its tokens a rank sends q, k and v of another rank's heads and gets these heads of the output back; the
     backward does the same with gradients, of the same size. A token that moves does so with all heads.
-
-    Args:
-        kv_bytes: of one token and one KV head.
     """
     of_head = (kv_bytes.forward + kv_bytes.backward) / 2  # of one query or key or value head, in all passes
     total: Counter[str] = Counter()

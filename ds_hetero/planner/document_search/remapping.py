@@ -56,12 +56,7 @@ class Remapped(NamedTuple):
 def place_remapped(
     lengths: Sequence[int], best: PlacedLengths, costs: UnitCosts, *, padding: int, min_cut_tokens: int
 ) -> Remapped:
-    """The faster of ``best`` and one of attention alone with moved tokens. Raises `BatchError`: no memory.
-
-    Args:
-        best: the placement without moves.
-        min_cut_tokens: shorter documents are not cut.
-    """
+    """The faster of ``best`` and one of attention alone with moved tokens. Raises `BatchError`: no memory."""
     attention_s = tuple(
         max(edge_s, LEAST_S * token_s) for edge_s, token_s in zip(costs.edges_s, costs.token_s, strict=True)
     )

@@ -26,7 +26,7 @@ from ds_hetero.planner.document_search.remapping import (
 )
 from ds_hetero.planner.document_search.two_level import over_all_units
 from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts, crossing_of, in_order
-from ds_hetero.planner.published.registry import PLANNERS
+from ds_hetero.planner.published.registry import PLANNERS, find_planner
 from ds_hetero.values.placement import Placement, Range, RemapWish, Rows, TokenMove, stream_placement
 from ds_hetero.values.schedule import Schedule
 
@@ -56,21 +56,21 @@ class DocumentPlacer:
         if self.least_gain is not None:
             placed = self._if_worth_it(schedule, documents, length) if len(documents) > 1 else None
             return (placed or routed_stream(schedule, length, self.costs)).with_rows(rows)
-        if self.planner is not None:
-            placement = place_by_published(self.planner, schedule, documents, length, self.costs, self.remap)
-        else:
-            placement = place_documents(
-                schedule, documents, length, self.costs, min_cut_tokens=self.min_cut_tokens, remap=self.remap
-            )
-        return placement.with_rows(rows)
+        if self.planner is None:
+            return self._placed(schedule, documents, length).with_rows(rows)
+        placed = place_by_published(self.planner, schedule, documents, length, self.costs, self.remap)
+        return placed.with_rows(rows)
+
+    def _placed(self, schedule: Schedule, documents: Sequence[Range], length: int) -> Placement:
+        return place_documents(
+            schedule, documents, length, self.costs, min_cut_tokens=self.min_cut_tokens, remap=self.remap
+        )
 
     def _if_worth_it(self, schedule: Schedule, documents: Sequence[Range], length: int) -> Placement | None:
         """The placement by documents; None where it is predicted to save too little, or is not possible."""
         assert self.least_gain is not None
         try:
-            placed = place_documents(
-                schedule, documents, length, self.costs, min_cut_tokens=self.min_cut_tokens, remap=self.remap
-            )
+            placed = self._placed(schedule, documents, length)
             stream = stream_placement(schedule, length)
         except (BatchError, ScheduleError):  # too little memory, as predicted; fewer tokens than ranks
             return None
@@ -207,8 +207,6 @@ def place_by_published(
 
 
 def _published(planner: str) -> Callable[[Sequence[int], UnitCosts], list[Pieces]]:
-    from ds_hetero.planner.published.registry import find_planner  # which imports Zeppelin, which imports this room
-
     place = find_planner(planner, "documents").documents
     assert place is not None
     return place
@@ -269,11 +267,7 @@ def check_memory(length: int, costs: UnitCosts) -> None:
         )
 
 
-def _plan(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
-    return place_lengths(lengths, costs).pieces
-
-
 def placement_strategies() -> dict[str, Callable[[Sequence[int], UnitCosts], list[Pieces]]]:
-    """Return all of them; each takes the lengths of the documents and the costs of the units."""
+    """Return those beside the planner's own, by name; each takes lengths of documents and costs of units."""
     published = {planner.name: planner.documents for planner in PLANNERS if planner.documents is not None}
-    return {"plan": _plan, **published, "everywhere": over_all_units}
+    return {**published, "everywhere": over_all_units}

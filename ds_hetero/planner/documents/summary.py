@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +23,7 @@ from ds_hetero.planner.document_search.loads import (
 )
 from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.document_search.remapping import place_remapped
-from ds_hetero.planner.document_search.unit_costs import UnitCosts
+from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
 from ds_hetero.planner.documents.placing import place_documents, placement_strategies
 from ds_hetero.values.placement import Placement, Range, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
@@ -175,11 +175,13 @@ def _others_s(
         others["stream"] = stream_loads(lane, documents, costs).predicted_s
     except HeteroError:  # fewer tokens than ranks
         pass
-    for name, place in placement_strategies().items():
-        if name == "plan":
-            continue
-        try:
-            others[name] = loads_of(lengths, place(lengths, costs), costs).predicted_s
-        except HeteroError:  # nodes of unequal size
-            others[name] = None
-    return others
+    return others | {name: _placed_s(place, lengths, costs) for name, place in placement_strategies().items()}
+
+
+def _placed_s(
+    place: Callable[[Sequence[int], UnitCosts], list[Pieces]], lengths: Sequence[int], costs: UnitCosts
+) -> float | None:
+    try:
+        return loads_of(lengths, place(lengths, costs), costs).predicted_s
+    except HeteroError:  # nodes of unequal size
+        return None

@@ -2,14 +2,13 @@
 
 from ds_hetero.planner.memory.advice import Advice, Stack, advise, stacks
 from ds_hetero.planner.memory.best import Fitted, best_schedule, longest_sequence
-from ds_hetero.planner.memory.changes import Change, WhatIf, read_what_if
+from ds_hetero.planner.memory.changes import Change, read_what_if
 
 __all__ = [
     "Advice",
     "Change",
     "Fitted",
     "Stack",
-    "WhatIf",
     "advise",
     "best_schedule",
     "longest_sequence",

@@ -63,10 +63,6 @@ PARTS = tuple(field.name for field in fields(Stack) if field.name not in ("rank"
 def stacks(cost: CostModel, schedule: Schedule) -> tuple[Stack, ...]:
     """The stack of every rank of a schedule; without the reserve it is what `CostModel.predict` says.
 
-    Args:
-        cost: of cluster, model and workload.
-        schedule: for the ranks of its cluster.
-
     Raises:
         PlanError: the schedule's ranks or heads are not those of the cluster and the model.
     """
@@ -137,12 +133,7 @@ class Advice:
 
 
 def advise(fitted: Fitted, source: str | Schedule) -> tuple[Advice, ...]:
-    """Find what would make a training fit, the cheapest first, then what is not enough alone.
-
-    Args:
-        fitted: the training as it is.
-        source: its schedule, or the name of the strategy that made it.
-    """
+    """Find what would make a training fit, the cheapest first, then what is not enough alone."""
     cost = fitted.cost
     offloads = not cost.cluster.shares_host_memory.all()
     changes = [each for each in CHANGES if each.applies(cost.workload, source) and (offloads or not each.offloads)]

@@ -112,7 +112,6 @@ def best_schedule(cost: CostModel, source: str | Schedule = "plan") -> Fitted:
     """The schedule to be judged.
 
     Args:
-        cost: bound to cluster, model and workload.
         source: a schedule, or the name of a strategy; ``plan`` is the fastest schedule that fits, and where none fits
             the fastest one on cards that are all larger by the same factor, the least that makes one fit.
 
@@ -130,10 +129,6 @@ def longest_sequence(cost: CostModel, source: str | Schedule = "plan") -> int:
     """The longest sequence that fits, to about 1 % and a multiple of 256 tokens beyond 8,192; 0 if none does.
 
     By bisection: each length is planned anew, since longer sequences want other shares.
-
-    Args:
-        cost: bound to cluster, model and workload, whose length does not matter.
-        source: a schedule, or the name of a strategy.
     """
 
     def fits(seq_len: int) -> bool:
@@ -174,10 +169,8 @@ def _with_memory(cost: CostModel, factor: float) -> CostModel:
         left = factor * (device.memory_bytes - device.reserved_bytes)
         return replace(device, memory_bytes=device.reserved_bytes + int(left))
 
-    nodes = (
-        replace(node, devices=tuple(map(larger, node.devices)), host_memory_bytes=None) for node in cost.cluster.nodes
-    )
-    cluster = replace(cost.cluster, nodes=tuple(nodes))
+    cluster = cost.cluster.with_devices(larger)
+    cluster = replace(cluster, nodes=tuple(replace(node, host_memory_bytes=None) for node in cluster.nodes))
     return make_cost_model(cost.name, cluster, cost.model, cost.workload)
 
 

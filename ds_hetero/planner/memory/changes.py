@@ -148,8 +148,6 @@ def apply(fitted: Fitted, source: str | Schedule, changes: tuple[Change, ...]) -
     """Plan the training with these changes.
 
     Args:
-        fitted: before them.
-        source: a schedule, or the name of the strategy that makes one.
         changes: of `CHANGES`, each at most once.
 
     Raises:
@@ -168,16 +166,8 @@ def apply(fitted: Fitted, source: str | Schedule, changes: tuple[Change, ...]) -
     return Changed(after)
 
 
-@dataclass(frozen=True, slots=True)
-class WhatIf:
-    """A change of the cluster, and the cluster after it."""
-
-    text: str
-    cluster: Cluster
-
-
-def read_what_if(text: str, cluster: Cluster) -> WhatIf:
-    """Apply a change to a cluster.
+def read_what_if(text: str, cluster: Cluster) -> Cluster:
+    """The cluster after a change.
 
     Raises:
         ClusterError: no such change, card, rank or rate.
@@ -186,7 +176,7 @@ def read_what_if(text: str, cluster: Cluster) -> WhatIf:
     makers = {"add": _added, "remove": _removed, "network": _networked}
     if not equals or key.strip() not in makers:
         raise ClusterError(f"--what-if is add=CARDS, remove=RANK or network=GB/s, got {shortened(text)}.")
-    return WhatIf(text, makers[key.strip()](cluster, value.strip()))
+    return makers[key.strip()](cluster, value.strip())
 
 
 def _added(cluster: Cluster, value: str) -> Cluster:

@@ -114,24 +114,21 @@ def neighbouring_plans(
             yield shapes[:i] + parts + shapes[i + 1 :]
         for size in sizes:
             if size != shapes[i].micro_batch_size:
-                yield tuple(shape._replace(micro_batch_size=size) if j in same else shape for j, shape in _at(shapes))
+                yield tuple(
+                    shape._replace(micro_batch_size=size) if j in same else shape for j, shape in enumerate(shapes)
+                )
     for size in sizes:
         yield tuple(shape._replace(micro_batch_size=size) for shape in shapes)
-
-
-def _at(shapes: Shapes) -> Iterator[tuple[int, Shape]]:
-    return iter(enumerate(shapes))
 
 
 Makeup = tuple[tuple[object, ...], ...]
 
 
 def _makeup(shape: Shape) -> Makeup:
-    return tuple((block.kind, block.size, block.inner, *_of_kinds(block)) for block in shape.blocks)
-
-
-def _of_kinds(block: DeviceBlock) -> list[tuple[int, int]]:
-    return [(part.kind, part.size) for part in block.others]
+    return tuple(
+        (block.kind, block.size, block.inner, *((part.kind, part.size) for part in block.others))
+        for block in shape.blocks
+    )
 
 
 def _alike(shapes: Shapes) -> dict[Makeup, list[int]]:

@@ -39,13 +39,8 @@ OWNERS_SHARE = 0.1  # of the effort, for the search with owners of optimizer sta
 
 
 _Found = tuple[StageCosts, SearchResult]
-
-
-class _Begun(NamedTuple):
-    """A cost model, and other planners' plans under it."""
-
-    costs: StageCosts  # the model
-    others: tuple[PlanCandidate, ...]  # best first
+_Begun = tuple[StageCosts, tuple[PlanCandidate, ...]]
+"""A cost model, and other planners' plans under it, best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +158,7 @@ def _searched(
 ) -> _Searched:
     """Search under all models."""
     interrupted = False
-    begun = [_Begun(each, ()) for each in models]
+    begun: list[_Begun] = [(costs, ()) for costs in models]
     try:
         _report_first(models[0], task, effort_s * FIRST_SHARE)
         if from_published:
@@ -174,9 +169,9 @@ def _searched(
     if fit_owners and not results:
         results += _with_fitted_owners(models, task, effort_s)
     finalists = [finalist for tried, result in results for finalist in _finalists(tried, task.objective, result)]
-    finalists += [_finalist(each.costs, task.objective, plan) for each in begun for plan in each.others]
+    finalists += [_finalist(costs, task.objective, plan) for costs, others in begun for plan in others]
     stopped = interrupted or any(result.interrupted for _, result in results)
-    starts = any(each.others for each in begun)
+    starts = any(others for _, others in begun)
     reasons = ("the search began also at plans of published planners",) if starts else ()
     return _Searched(finalists, stopped, sum(result.num_evaluated for _, result in results), reasons)
 
@@ -236,8 +231,8 @@ def _report_first(costs: StageCosts, task: _Task, effort_s: float) -> None:
 
 def _with_others(models: Sequence[StageCosts], task: _Task) -> list[_Begun]:
     """The models with other planners' plans, those first under which these are best."""
-    begun = [_Begun(costs, other_plans(costs, task.objective, task.global_batch, task.sizes)) for costs in models]
-    return sorted(begun, key=lambda each: min((plan.value for plan in each.others), default=inf))
+    begun = [(costs, other_plans(costs, task.objective, task.global_batch, task.sizes)) for costs in models]
+    return sorted(begun, key=lambda each: min((plan.value for plan in each[1]), default=inf))
 
 
 def _search(begun: Sequence[_Begun], task: _Task, effort_s: float) -> list[_Found]:

@@ -19,12 +19,12 @@ from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate
 from ds_hetero.planner.pipeline_search.starts import judge_layers, uniform_grids
 from ds_hetero.planner.pipelines.explain import shape_text
-from ds_hetero.planner.planned import Baselines, Rival, ScheduleCandidate, describe
+from ds_hetero.planner.planned import Baselines, Rival
+from ds_hetero.planner.planning import searched_candidates
 from ds_hetero.planner.published.interface import PublishedPlanner
 from ds_hetero.planner.published.registry import PLANNERS
-from ds_hetero.planner.search.canonical import make_problem, schedule_of
-from ds_hetero.planner.search.search import search
 from ds_hetero.values.plans import BatchSplit, Plan, PlannedModel
+from ds_hetero.values.schedule import Schedule
 
 SEARCHED_RANKS = 64  # up to so many ranks a schedule is searched; with more, the uniform ones have to do
 
@@ -86,18 +86,16 @@ def best_sequence(
     if free <= 0:
         return Rival(name=name, reason=f"model states under ZeRO-{work.zero_stage} alone do not fit into memory")
     works = [replace(work, micro_batch=size, micro_batches=samples // size) for size in sizes if samples % size == 0]
-    least_s = min((_least_s(make_cost_model("calibrated", cluster, model, each)) for each in works), default=inf)
+    costs = [make_cost_model("calibrated", cluster, model, each) for each in works]
+    least_s = min(map(_least_s, costs), default=inf)
     candidates = list(Baselines.under(cost).candidates)
     if num_ranks <= SEARCHED_RANKS and _value(cluster, workload, samples, objective, least_s) < known:
-        problem, rank_of = make_problem(cost)
-        schedules = [schedule_of(problem, assignment, rank_of) for assignment in search(problem)[:1]]
-        candidates += [ScheduleCandidate(describe(each, cluster), each, cost.predict(each)) for each in schedules]
+        candidates += searched_candidates(cost)[:1]
     feasible = [candidate for candidate in candidates if candidate.prediction.feasible]
     if not feasible:
         return Rival(name=name, reason=str(candidates[0].prediction.reason))
     fastest = min(feasible, key=lambda candidate: candidate.prediction.iteration_s)
-    plans = [_plan(cluster, model, each, fastest) for each in works]
-    fitting = [plan for plan in plans if plan is not None]
+    fitting = [plan for plan in (_plan(each, fastest.schedule) for each in costs) if plan is not None]
     if not fitting:
         return Rival(name=name, reason=f"no micro-batch of {sizes} samples fits and divides the global batch")
     best = min(fitting, key=predicted_step_s)
@@ -119,12 +117,12 @@ def _value(cluster: Cluster, workload: Workload, samples: int, objective: Object
     return own.value(step_s, per_s, busy)
 
 
-def _plan(cluster: Cluster, model: ModelSpec, work: Workload, chosen: ScheduleCandidate) -> Plan | None:
-    prediction = make_cost_model("calibrated", cluster, model, work).predict(chosen.schedule)
+def _plan(cost: CostModel, schedule: Schedule) -> Plan | None:
+    prediction, model, work = cost.predict(schedule), cost.model, cost.workload
     if not prediction.feasible:
         return None
     batches = BatchSplit(micro_batch_sizes=(work.micro_batch,), micro_batches=(work.micro_batches,))
-    plan = Plan.of_replicas((chosen.schedule,), batches)
+    plan = Plan.of_replicas((schedule,), batches)
     return replace(
         plan,
         model=PlannedModel(num_layers=model.num_layers, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads),

@@ -24,8 +24,7 @@ from ds_hetero.common.reading import read_file, shortened
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
-from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.published.interface import ProfileTable, PublishedPlanner
+from ds_hetero.planner.published.interface import ProfileTable, PublishedPlanner, no_recurrence
 from ds_hetero.values.baselines import even, proportional
 from ds_hetero.values.schedule import Schedule
 
@@ -65,11 +64,7 @@ def measured_table(cluster: Cluster) -> ProfileTable | None:
 
 
 def table_of(cost: CostModel) -> tuple[ProfileTable, list[float], str]:
-    """Return the table that `LUT` and `FORMULA` use, the speed of every rank in it, and where its times are from.
-
-    Args:
-        cost: of the cluster; predicts the times where they were not measured.
-    """
+    """Return the table that `LUT` and `FORMULA` use, the speed of every rank in it, and where its times are from."""
     measured = measured_table(cost.cluster)
     if measured is None:
         return profile_table(cost), list(cost.attention_speeds), "predicted"
@@ -174,14 +169,11 @@ def _formula(cost: CostModel, table: ProfileTable | None = None) -> Schedule:
     return proportional(weights, cost.model.num_heads, cost.model.num_kv_heads)
 
 
-def _forbids(cluster: Cluster, model: ModelSpec) -> str | None:
-    if model.recurrent is not None:
-        return f"its ring passes keys and values (section III), and {model.name} has layers that carry a state instead"
-    return None
-
-
 _SOURCE = "hetero ring (Columbia), section III.C and figures 3 and 4"
-LUT = PublishedPlanner(name="lut", title="hetero ring's table", source=_SOURCE, schedule=_lut, forbids=_forbids)
+_FORBIDS = no_recurrence(
+    "its ring passes keys and values (section III), and {model} has layers that carry a state instead"
+)
+LUT = PublishedPlanner(name="lut", title="hetero ring's table", source=_SOURCE, schedule=_lut, forbids=_FORBIDS)
 FORMULA = PublishedPlanner(
-    name="formula", title="hetero ring's polynomial", source=_SOURCE, schedule=_formula, forbids=_forbids
+    name="formula", title="hetero ring's polynomial", source=_SOURCE, schedule=_formula, forbids=_FORBIDS
 )

@@ -19,13 +19,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
-from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.planned import Baselines, ScheduleCandidate, fastest
-from ds_hetero.planner.published.interface import ProfileTable, PublishedPlanner
+from ds_hetero.planner.published.interface import ProfileTable, PublishedPlanner, no_recurrence
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import apportion
@@ -139,15 +137,13 @@ def _schedule(cost: CostModel, table: ProfileTable | None = None) -> Schedule:
     return best.schedule
 
 
-def _forbids(cluster: Cluster, model: ModelSpec) -> str | None:
-    if model.recurrent is not None:
-        return (
-            "its groups trade tokens for heads of softmax attention (section 3.2), and "
-            f"{model.name} has layers that carry a state"
-        )
-    return None
-
-
 HEXISEQ = PublishedPlanner(
-    name="hexiseq", title="HexiSeq", source="arXiv:2605.07569", schedule=_schedule, forbids=_forbids
+    name="hexiseq",
+    title="HexiSeq",
+    source="arXiv:2605.07569",
+    schedule=_schedule,
+    forbids=no_recurrence(
+        "its groups trade tokens for heads of softmax attention (section 3.2), and {model} has layers that carry a "
+        "state"
+    ),
 )

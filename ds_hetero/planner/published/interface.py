@@ -17,14 +17,10 @@ from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.schedule import Schedule
 
 if TYPE_CHECKING:
-    from ds_hetero.cluster.topology import Cluster
-    from ds_hetero.cost.model import CostModel
     from ds_hetero.cost.price import Objective
     from ds_hetero.cost.stages.stage import StageCosts
-    from ds_hetero.models.shapes import ModelSpec
     from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
     from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate
-    from ds_hetero.values.schedule import Schedule
 
     PlanPipelines = Callable[[StageCosts, Objective, int, Sequence[int]], PlanCandidate | None]
     """Plan of pipelines under a cost model for an objective, a global batch and sizes of micro-batches, judged by the
@@ -71,6 +67,11 @@ KINDS = {
     "documents": 'placements of documents: "placement": {"planner": ...}',
 }
 """Kinds of plans, and where a planner of one is chosen."""
+
+
+def no_recurrence(rule: str) -> Callable[[Cluster, ModelSpec], str | None]:
+    """The ``forbids`` of a paper without layers that carry a state; ``{model}`` in its rule is a model with some."""
+    return lambda _, model: None if model.recurrent is None else rule.format(model=model.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -175,7 +175,6 @@ class Replanner:
 
     Args:
         costs: the cost model of every replica; none where the cluster is not known.
-        causal: attention is causal.
     """
 
     def __init__(
@@ -306,10 +305,7 @@ def _snapped(devices: Sequence[DeviceSpec], speeds: Sequence[float], error: floa
 def _at_speeds(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
     """The cluster with every rank's device that much faster at everything it computes."""
     at = iter(speeds)
-    nodes = tuple(
-        replace(node, devices=tuple(_at_speed(device, next(at)) for device in node.devices)) for node in cluster.nodes
-    )
-    return replace(cluster, nodes=nodes)
+    return cluster.with_devices(lambda device: _at_speed(device, next(at)))
 
 
 def _at_speed(device: DeviceSpec, speed: float) -> DeviceSpec:

@@ -95,7 +95,6 @@ class Policy:
     """Decides on a replica's schedule; reads no clock and draws no random numbers.
 
     Args:
-        estimate: makes a `GainEstimate` of the present schedule and an observation.
         min_gain: share of a step's time that a change has to save.
     """
 

@@ -55,9 +55,6 @@ class BatchSplit:
 
         The last step of an epoch may have fewer samples than `samples`; they are shared in the same proportions, so
         that no pipeline gets more than it has room for.
-
-        Args:
-            samples: samples of the step, at most `samples`.
         """
         start, stop = Split(share(samples, self.samples_of)).ranges[pipeline]
         size = self.micro_batch_sizes[pipeline]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -222,11 +222,7 @@ class Plan:
         """Return the content of a plan file, version 2."""
         content: JsonDict = {"version": VERSION}
         if self.model is not None:
-            content["model"] = {
-                "num_layers": self.model.num_layers,
-                "num_heads": self.model.num_heads,
-                "num_kv_heads": self.model.num_kv_heads,
-            }
+            content["model"] = asdict(self.model)
         if self.seq_len is not None:
             content["seq_len"] = self.seq_len
         content["pipelines"] = [_pipeline_to_dict(pipeline) for pipeline in self.pipelines]
@@ -242,17 +238,17 @@ class Plan:
 
     def to_replicas_dict(self) -> JsonDict:
         """Return the content of a file of replicas, version 1. Raises `PlanError`: see `schedules`."""
-        replicas = []
-        for schedule, pipeline in zip(self.schedules, self.pipelines, strict=True):
-            batches = {key: getattr(pipeline, key) for key in _BATCH_KEYS if getattr(pipeline, key) is not None}
-            replicas.append({"schedule": schedule.to_dict(), **batches})
+        pairs = zip(self.schedules, self.pipelines, strict=True)
+        replicas = [{"schedule": schedule.to_dict(), **_batches_of(pipeline)} for schedule, pipeline in pairs]
         return {"version": 1, "replicas": replicas}
 
 
 def _pipeline_to_dict(pipeline: Pipeline) -> JsonDict:
-    content: JsonDict = {key: getattr(pipeline, key) for key in _BATCH_KEYS if getattr(pipeline, key) is not None}
-    content["stages"] = [_stage_to_dict(stage) for stage in pipeline.stages]
-    return content
+    return {**_batches_of(pipeline), "stages": [_stage_to_dict(stage) for stage in pipeline.stages]}
+
+
+def _batches_of(pipeline: Pipeline) -> JsonDict:
+    return {key: getattr(pipeline, key) for key in _BATCH_KEYS if getattr(pipeline, key) is not None}
 
 
 def _stage_to_dict(stage: Stage) -> JsonDict:

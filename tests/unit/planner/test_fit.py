@@ -234,7 +234,7 @@ def test_offloading_activations_costs_two_copies_of_every_layers_input():
 )
 def test_what_if(what, ranks, gb_per_s):
     cluster = cluster_from_dict(read_notation("2x5090 | 2x3090", "25").content)
-    changed = read_what_if(what, cluster).cluster
+    changed = read_what_if(what, cluster)
     assert changed.num_ranks == ranks and changed.network.bytes_per_s == gb_per_s * 1e9
     if what == "add=3060":
         assert changed.devices[-1].name == "RTX-3060-12GB" and len(changed.nodes) == 2

@@ -327,8 +327,6 @@ def paths(bandwidth_GG: Floats, tau: int = TAU, most: int = MAX_PATHS) -> Iterat
     """Yield orders of the groups: from every group on, always to one of the ``tau`` with most bandwidth to the last.
 
     Args:
-        bandwidth_GG: between groups.
-        tau: neighbours that are tried.
         most: paths that are yielded, as many from every first group.
     """
     count = len(bandwidth_GG)

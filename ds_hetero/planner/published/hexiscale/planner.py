@@ -15,14 +15,12 @@ from operator import itemgetter
 
 import numpy as np
 
-from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import StageCosts
-from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate, Shape
 from ds_hetero.planner.pipeline_search.search import FEW_RANKS
 from ds_hetero.planner.published.hexiscale.partition import PipelineMaker, partition
-from ds_hetero.planner.published.interface import PublishedPlanner
+from ds_hetero.planner.published.interface import PublishedPlanner, no_recurrence
 
 ROUNDS = 50  # the paper's, at which its search has usually converged
 MAX_GROUPS = 4  # of a pipeline
@@ -98,17 +96,13 @@ def _first(costs: StageCosts, objective: Objective, samples: int, sizes: Sequenc
     return plan_hexiscale(costs, objective, samples, sizes) if costs.cluster.num_ranks <= FEW_RANKS else None
 
 
-def _forbids(cluster: Cluster, model: ModelSpec) -> str | None:
-    if model.recurrent is not None:
-        return f"its stages are numbers of layers that are alike (appendix A, Eq. 8), and those of {model.name} are not"
-    return None
-
-
 HEXISCALE = PublishedPlanner(
     name="hexiscale",
     title="HexiScale",
     source="arXiv:2409.01143",
     pipelines=plan_hexiscale,
     first_pipelines=_first,
-    forbids=_forbids,
+    forbids=no_recurrence(
+        "its stages are numbers of layers that are alike (appendix A, Eq. 8), and those of {model} are not"
+    ),
 )

@@ -27,19 +27,17 @@ asked about on every island; with it, one interval of every length that the isla
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
 
-from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.price import Objective
-from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, Pools, StageCosts
-from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, StageCosts
 from ds_hetero.planner.pipeline_search.blocks import can_be_placed
 from ds_hetero.planner.pipeline_search.evaluate import ACTION_S, PlanCandidate
 from ds_hetero.planner.pipeline_search.starts import GivenLayers
-from ds_hetero.planner.published.interface import PublishedPlanner
+from ds_hetero.planner.published.interface import PublishedPlanner, no_recurrence
 from ds_hetero.planner.published.tangram.interface import (
     TAU,
     CheckedParallelizer,
@@ -56,6 +54,8 @@ SAFETY = 0.1  # of memory, kept for activations
 INTERFACE = 1.0  # of the period, up to which a hand-over is accepted
 ELEMENT_BYTES = 2
 Z_MAX = 3  # ZeRO's highest stage, by which Eq. 6 as printed divides the memory
+
+_ByBatch = dict[tuple[int, int], dict[tuple[int, int], PartialPlan]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,18 @@ class Answers:
         self._costs, self._parallelizer, self._rules = costs, parallelizer, rules or Rules()
         self._whole = sum(island.flops_per_s for island in islands)
         self._known: dict[tuple[object, ...], Sequence[PartialPlan]] = {}
+        self._by_place: dict[tuple[Island, bool, bool], _ByBatch] = {}
 
-    def slices(self) -> Iterator[tuple[int, int]]:
-        """Yield all intervals ``[start, stop)`` of the model's layers."""
-        return combinations(range(self._costs.model.num_layers + 1), 2)
+    def by_batch(self, island: Island, first: bool, last: bool) -> _ByBatch:
+        """Return the answers for all slices on an island in its place, by degree and micro-batch, then slice."""
+        place = island, first, last
+        if place not in self._by_place:
+            by_batch: _ByBatch = {}
+            for at in combinations(range(self._costs.model.num_layers + 1), 2):
+                for plan in self(at, *place):
+                    by_batch.setdefault((plan.data_parallel, plan.micro_batch_size), {})[at] = plan
+            self._by_place[place] = by_batch
+        return self._by_place[place]
 
     def __call__(self, at: tuple[int, int], island: Island, first: bool, last: bool) -> Sequence[PartialPlan]:
         """Return the partial plans of a slice on an island; none if a rule excludes them.
@@ -119,16 +127,11 @@ class Answers:
 def interface_s(costs: StageCosts, source: tuple[Island, PartialPlan], target: tuple[Island, PartialPlan]) -> float:
     """Return the time of handing the activations of a micro-batch from one partial plan to the next, one direction."""
     (a, before), (b, after) = source, target
-    nodes = ((x.node, y.node) for x in a.pools for y in b.pools)
-    link = _fastest(costs, nodes)
+    cluster = costs.cluster
+    classes = {int(cluster.link_class[x.node, y.node]) for x in a.pools for y in b.pools}
+    fastest = max(sorted(classes), key=lambda link: cluster.link_classes[link].bytes_per_s)
     blocks = [plan.block(costs.pools.largest[island.weakest]) for island, plan in ((a, before), (b, after))]
-    return costs.hop_s(link, blocks[0], blocks[1], after.micro_batch_size)
-
-
-def _fastest(costs: StageCosts, nodes: Iterable[tuple[int, int]]) -> int:
-    """Class of the fastest link between any of these pairs of nodes."""
-    classes = {int(costs.cluster.link_class[pair]) for pair in nodes}
-    return max(sorted(classes), key=lambda link: costs.cluster.link_classes[link].bytes_per_s)
+    return costs.hop_s(fastest, blocks[0], blocks[1], after.micro_batch_size)
 
 
 Timing = tuple[float, float]
@@ -187,8 +190,6 @@ ALL_ORDERS = 4  # islands up to which every order is tried
 CHEAP_SIZE = 800  # orders of islands x devices up to which compositions take about 0.3 s
 CHEAP_S = 0.5  # of the last word on them, by a count of their actions, where our search begins at them
 
-_ByBatch = dict[tuple[int, int], dict[tuple[int, int], PartialPlan]]
-
 
 @dataclass(frozen=True, slots=True)
 class TangramPlan:
@@ -229,7 +230,7 @@ def plan_tangram(
     variant = variant or TangramVariant()
     islands = form_islands(costs.pools, variant.tau)
     checked = CheckedParallelizer(variant.parallelizer or UniformParallelizer(costs, samples, sizes), costs, samples)
-    answers = _Answered(Answers(costs, islands, checked, rules))
+    answers = Answers(costs, islands, checked, rules)
     composed: list[tuple[GivenLayers, tuple[Island, ...], tuple[int, ...]]] = []
     for order in _orders(islands):
         for parts in _compositions(costs, answers, order, samples, variant.exact):
@@ -252,11 +253,6 @@ def plan_tangram(
     return None if best is None else TangramPlan(*best, checked.calls)
 
 
-def _composition_size(pools: Pools) -> int:
-    """Orders of islands times devices, with which the time of `plan_tangram` grows."""
-    return len(list(_orders(form_islands(pools)))) * sum(len(pool.ranks) for pool in pools.pools)
-
-
 def _orders(islands: Sequence[Island]) -> Iterator[tuple[Island, ...]]:
     if len(islands) <= ALL_ORDERS:
         yield from itertools.permutations(islands)
@@ -266,41 +262,22 @@ def _orders(islands: Sequence[Island]) -> Iterator[tuple[Island, ...]]:
 
 
 def _compositions(
-    costs: StageCosts, answers: _Answered, order: Sequence[Island], samples: int, exact: bool
+    costs: StageCosts, answers: Answers, order: Sequence[Island], samples: int, exact: bool
 ) -> Iterator[list[PartialPlan]]:
     """The best composition for every degree of data parallelism and micro-batch that all islands can have."""
     num_layers, last = costs.model.num_layers, len(order) - 1
-    tables = [answers(island, k == 0, k == last) for k, island in enumerate(order)]
+    tables = [answers.by_batch(island, k == 0, k == last) for k, island in enumerate(order)]
     for data, size in sorted(set.intersection(*(set(table) for table in tables))):
         chosen = [table[data, size] for table in tables]
-        timings = [_timings(costs, answers.ask, order, chosen, k) for k in range(len(order))]
+        timings = [_timings(costs, answers, order, chosen, k) for k in range(len(order))]
         ends = (compose_exactly if exact else compose)(timings, num_layers, samples // (data * size))
         if ends is not None:
             yield [plans[at] for plans, at in zip(chosen, itertools.pairwise((0, *ends)), strict=True)]
 
 
-class _Answered:
-    """Answers of ``ask`` for an island in every place of a pipeline, by degree and micro-batch, then slice."""
-
-    def __init__(self, ask: Answers) -> None:
-        self.ask = ask
-        self._known: dict[tuple[Island, bool, bool], _ByBatch] = {}
-
-    def __call__(self, island: Island, first: bool, last: bool) -> _ByBatch:
-        """Return those of an island that is the first or the last of the pipeline, both, or neither."""
-        place = island, first, last
-        if place not in self._known:
-            by_batch: _ByBatch = {}
-            for at in self.ask.slices():
-                for plan in self.ask(at, island, first, last):
-                    by_batch.setdefault((plan.data_parallel, plan.micro_batch_size), {})[at] = plan
-            self._known[place] = by_batch
-        return self._known[place]
-
-
 def _timings(
     costs: StageCosts,
-    ask: Answers,
+    answers: Answers,
     order: Sequence[Island],
     chosen: Sequence[dict[tuple[int, int], PartialPlan]],
     k: int,
@@ -318,7 +295,7 @@ def _timings(
             times = [interface_s(costs, (order[k - 1], each), (order[k], plan)) for each in ends.values()]
             before[degrees] = min(times, default=0.0)
         hand_over_s = before[degrees]
-        if ask.compatible(plan, hand_over_s):
+        if answers.compatible(plan, hand_over_s):
             timings[at] = plan.period_s, plan.latency_s + 2 * hand_over_s
     return timings
 
@@ -354,17 +331,8 @@ def _pipelines(
 
 def _first(costs: StageCosts, objective: Objective, samples: int, sizes: Sequence[int]) -> PlanCandidate | None:
     """Tangram's plan where few orders of islands make it cheap."""
-    cheap = _composition_size(costs.pools) <= CHEAP_SIZE
-    return _pipelines(costs, objective, samples, sizes, CHEAP_S) if cheap else None
-
-
-def _forbids(cluster: Cluster, model: ModelSpec) -> str | None:
-    if model.recurrent is not None:
-        return (
-            "slices of equal length on an island are one question to its parallelizer (rule 1, Eq. 3), and layers of "
-            f"{model.name} are not all alike"
-        )
-    return None
+    size = len(list(_orders(form_islands(costs.pools)))) * costs.cluster.num_ranks
+    return _pipelines(costs, objective, samples, sizes, CHEAP_S) if size <= CHEAP_SIZE else None
 
 
 TANGRAM = PublishedPlanner(
@@ -373,5 +341,8 @@ TANGRAM = PublishedPlanner(
     source="arXiv:2606.16907",
     pipelines=_pipelines,
     first_pipelines=_first,
-    forbids=_forbids,
+    forbids=no_recurrence(
+        "slices of equal length on an island are one question to its parallelizer (rule 1, Eq. 3), and layers of "
+        "{model} are not all alike"
+    ),
 )

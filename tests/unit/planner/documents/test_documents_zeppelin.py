@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hetero.errors import PlanError
+from ds_hetero.planner.document_search.candidates import place_lengths
 from ds_hetero.planner.document_search.unit_costs import UnitCosts
 from ds_hetero.planner.documents.placing import placement_strategies
 from ds_hetero.planner.published.zeppelin import DocumentRing, zeppelin, zeppelin_rings
@@ -85,5 +86,5 @@ def test_every_strategy_places_every_token():
         receive_s=(0.1,) * 2,
         cross_s=(0.1,) * 2,
     )
-    for place in placement_strategies().values():
+    for place in (lambda *batch: place_lengths(*batch).pieces, *placement_strategies().values()):
         assert [sum(tokens for _, tokens in pieces) for pieces in place(lengths, costs)] == lengths
