@@ -10,7 +10,7 @@ from typing import Any
 import deepspeed
 
 from ds_hetero.common.extras import untested_releases
-from ds_hetero.decision.start_text import announce
+from ds_hetero.common.text import announce
 from ds_hetero.elastic.worker import own_worker
 from ds_hetero.engine import names as torch_names
 from ds_hetero.engine import process
@@ -55,7 +55,8 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     for names in (torch_names, deepspeed_names, accelerate_names, transformers_names):
         expect_package(names.PACKAGE, names.WORKS, names.PRIVATE_NAMES)
     expect_no_engine()
-    own_worker()
+    if process.is_elastic():
+        own_worker()
     adapters = Adapters(models=transformers, processes=accelerate, trainers=trl)
     registry = Registry(ds_config, adapters)
     registry.patches.on_undo(_forget)

@@ -5,6 +5,7 @@ Factors from the units that people write to SI base units: a value in GB times `
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import islice, zip_longest
 from typing import TypeVar
@@ -15,6 +16,17 @@ TERA = 1e12  # as in TFLOPS
 MICRO = 1e-6  # as in microseconds
 
 T = TypeVar("T")
+
+
+def announce(text: str) -> None:
+    """Say something once: as a log record where the script lets these through, else on stderr."""
+    import logging  # planning does without
+
+    logger = logging.getLogger("ds_hetero")
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", text)
+    else:
+        print(f"ds_hetero: {text}", file=sys.stderr, flush=True)
 
 
 def time_text(seconds: float) -> str:

@@ -350,6 +350,7 @@ class JobStart:
     plan: Plan  # what every rank does
     zero_weights: tuple[float, ...] | None = None  # ZeRO shares of all ranks, by ``"zero_partition": "memory"``
     forecasts: tuple[Forecast, ...] = ()  # on rank 0, one per replica; none where devices or model are not known
+    is_predicted: bool = False  # on every rank, whether rank 0 has forecasts
     no_forecast_reason: str | None = None  # on rank 0, why there is no forecast although the devices are known
     searched: SearchedPipelines | None = None  # on rank 0, what the search for pipelines has found; None without one
 
@@ -362,6 +363,11 @@ class JobStart:
     def is_of_pipelines(self) -> bool:
         """Whether the model is cut into stages of pipelines."""
         return is_of_pipelines(self.plan, self.section)
+
+    @property
+    def places_by_default(self) -> bool:
+        """Whether batches may be placed by documents unasked: where devices are known and no schedule is to change."""
+        return self.section.placement.mode is None and self.is_predicted and not self.section.replan.enabled
 
 
 def depends_on_measuring(facts: JobFacts, world_size: int) -> bool:
@@ -430,7 +436,7 @@ def _decide_replicas(job: _Job, plan: Plan | None) -> JobStart:
         forecasts = _forecasts(spec, plan, clusters, job.workloads(plan, weights), searched)
     except (ModelError, PlanError, ScheduleError) as error:  # such a job is trained without a prediction
         return JobStart(facts=facts, plan=plan, zero_weights=weights, no_forecast_reason=str(error))
-    return JobStart(facts=facts, plan=plan, zero_weights=weights, forecasts=forecasts)
+    return JobStart(facts=facts, plan=plan, zero_weights=weights, forecasts=forecasts, is_predicted=True)
 
 
 def _described_cluster(section: HeterogeneitySection) -> Cluster | None:

@@ -83,11 +83,6 @@ class JobFacts:
     training: TrainingFacts  # how it is trained
     sp_sizes: Mapping[str, int | None] = field(default_factory=dict)  # sequence-parallel, by source
 
-    @property
-    def computed_dtype(self) -> str:
-        """The data type in which layers are computed."""
-        return self.training.mixed_precision or self.model.dtype
-
 
 FP32_BYTES, MIXED_PRECISION_BYTES = 4, 2
 

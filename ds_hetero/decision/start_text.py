@@ -1,11 +1,8 @@
-"""Report of a job on rank 0: that the engine is on, and what is predicted of its schedules or pipelines."""
+"""Words for what is predicted of a job's schedules or pipelines, as rank 0 and ``ds-hetero doctor`` say it."""
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ds_hetero.cluster import Cluster
 from ds_hetero.common.reading import JsonObject
@@ -21,48 +18,8 @@ from ds_hetero.planner.planned import describe
 from ds_hetero.planner.planning import faster_zero_stage
 from ds_hetero.values.plans import Pipeline, Plan, Stage
 from ds_hetero.values.schedule import Schedule
-from ds_hetero.values.section import HeterogeneitySection
-
-logger = logging.getLogger(__name__)
 
 _SHOWN = 8  # groups of a schedule, replicas or pipelines of a job, and ranks of a stage, that are named
-
-
-def announce(text: str) -> None:
-    """Say something once: as a log record where the script lets these through, else on stderr."""
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("%s", text)
-    else:
-        print(f"ds_hetero: {text}", file=sys.stderr, flush=True)
-
-
-def plan_text(plan: Plan, section: HeterogeneitySection) -> str:
-    """One line of a plan of replicas: ``4 ranks, schedule four_ranks.json: groups 2, heads 6+2 | 5+3, tokens ...``."""
-    source = section.strategy if isinstance(section.strategy, str) else "given inline"
-    source = Path(source).name if source.endswith(".json") else source
-    shapes: dict[Schedule, list[int]] = {}
-    for number, schedule in enumerate(plan.schedules):
-        shapes.setdefault(schedule.shifted(0), []).append(number)
-    count = f"{len(plan.pipelines)} replicas, " if len(plan.pipelines) > 1 else ""
-    ranks = f"{len(plan.ranks)} rank{'s' if len(plan.ranks) > 1 else ''}"
-    return f"{ranks}, {count}schedule {source}: {_shapes_text(shapes)}"
-
-
-def _shapes_text(shapes: dict[Schedule, list[int]]) -> str:
-    if len(shapes) == 1:
-        return _shape_text(next(iter(shapes)))
-    parts = [f"replica {', '.join(map(str, numbers))}: {_shape_text(shape)}" for shape, numbers in shapes.items()]
-    more = [f"{len(parts) - _SHOWN} more"] if len(parts) > _SHOWN else []
-    return "; ".join([*parts[:_SHOWN], *more])
-
-
-def _shape_text(schedule: Schedule) -> str:
-    """``groups 2, heads 6+2 | 5+3, tokens 4:1 | 3:2``, in ring order."""
-    groups = schedule.ring_groups[:_SHOWN]
-    heads = ["+".join(map(str, group.heads)) for group in groups]
-    tokens = [":".join(f"{weight:.4g}" for weight in group.tokens) for group in groups]
-    more = [f"{len(schedule.groups) - _SHOWN} more"] if len(schedule.groups) > _SHOWN else []
-    return f"groups {len(schedule.groups)}, heads {' | '.join([*heads, *more])}, tokens {' | '.join([*tokens, *more])}"
 
 
 def forecast_text(forecasts: Sequence[Forecast]) -> str:

@@ -19,6 +19,9 @@ waits for the others there, where it can see who is missing.
 DeepSpeed reads its configuration on every rank by itself. Where one host has another file, ranks wait for each other in
 different collectives, or train on by different rules. So every rank takes part here first, with a section or without,
 and a difference is the same error on all of them.
+
+Every host has an environment of its own, too, and launchers pass on a part of it. A variable that sets how collectives
+run, on one rank alone, makes ranks wait for each other; one that sets how numbers are rounded makes them train apart.
 """
 
 from __future__ import annotations
@@ -36,19 +39,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from ds_hetero.common.text import ranks_text
-from ds_hetero.decision.start_text import announce
+from ds_hetero.common.extras import release_of
+from ds_hetero.common.text import announce, ranks_by_value, ranks_text
+from ds_hetero.elastic.node.wire import AGENT
 from ds_hetero.elastic.worker import own_worker
 from ds_hetero.engine.ds_config import enabled
 from ds_hetero.engine.patching import Patches
 from ds_hetero.errors import ConfigError, HeteroError, PeerError, StepError
-from ds_hetero.job.capabilities import differing_lines, expect_same_environment, own_environment
 from ds_hetero.job.start import World
 from ds_hetero.runtime.collectives import timeout_of_job
+from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.board import FAILED, STOPPED
 from ds_hetero.runtime.peers.watch import current_watch, is_lost_peer, lost_peer_error, waiting_for_peers
 from ds_hetero.values.section import SECTION, expect_section_name
@@ -60,6 +65,11 @@ _WARN_AFTER_S = 60.0  # other ranks may be importing, or reading a large model
 _POLL_S = 0.05
 
 _has_named_store = False
+
+
+def is_elastic() -> bool:
+    """Whether an agent of an elastic job has started this process, see `ds_hetero.elastic.worker`."""
+    return AGENT in os.environ
 
 
 def install(patches: Patches) -> None:
@@ -220,7 +230,7 @@ MAY_DIFFER = (
     "flops_profiler.output_file",
     "dump_state",  # printing
     "steps_per_print",
-    SECTION,  # its content is compared when it has been read, by `ds_hetero.job.request`
+    SECTION,  # its content is compared when it has been read, by `ds_hetero.job.start`
 )
 """Keys of ds_config.json, with all that is below them, which may differ between ranks."""
 
@@ -298,6 +308,110 @@ def _structure(model: nn.Module) -> str:
     shapes = [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()]
     checksum = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
     return f"{len(shapes)} parameters, names and shapes {checksum}"
+
+
+COMPARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "DS_HETERO_")
+"""Variables that begin so are compared, except those in `HOST_VARIABLES`."""
+
+COMPARED = (
+    "DS_ACCELERATOR",  # which backend the process group has
+    "TORCH_DISTRIBUTED_DEBUG",  # DETAIL adds collectives of its own
+    "CUDA_LAUNCH_BLOCKING",  # a kernel that waits for its end can wait for a collective of another rank
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUBLAS_WORKSPACE_CONFIG",  # the next three: how products are rounded
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+)
+"""Further variables that are compared."""
+
+HOST_VARIABLES = (
+    "NCCL_CONF_FILE",  # paths and names that belong to a host
+    "NCCL_GRAPH_DUMP_FILE",
+    "NCCL_GRAPH_FILE",
+    "NCCL_HOSTID",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_IB_HCA",
+    "NCCL_OOB_NET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_TOPO_DUMP_FILE",
+    "NCCL_TOPO_FILE",
+    "NCCL_DEBUG",  # printing
+    "NCCL_DEBUG_FILE",
+    "NCCL_DEBUG_SUBSYS",
+    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "TORCH_NCCL_RANK",
+    "DS_HETERO_TRACEBACK",
+    "DS_HETERO_ELASTIC_AGENT",
+    "DS_HETERO_ELASTIC_AGENT_PID",
+    "DS_HETERO_ELASTIC_NODE",
+    "DS_HETERO_ELASTIC_SHM",
+    "DS_HETERO_ELASTIC_SILENCE_S",
+    "DS_HETERO_ELASTIC_TOKEN",
+)
+"""Variables of those families that describe one host, or only what is printed."""
+
+_MOST_SHOWN = 5  # differing keys in one message
+_LONGEST_SHOWN = 60  # characters of a value in a message
+_PACKAGES = ("ds-hetero", "deepspeed", "transformers")
+
+
+def own_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Settings that must be equal on all ranks, as texts by a name for people; what is not set is left out.
+
+    Builds of one torch for different CUDA releases count as equal where their NCCL is the same: NCCL is what they talk
+    with.
+
+    Args:
+        variables: of the environment; this process's if left out.
+    """
+    variables = os.environ if variables is None else variables
+    names = sorted(name for name in variables if name.startswith(COMPARED_PREFIXES) or name in COMPARED)
+    compared = {f"environment variable {name}": variables[name] for name in names if name not in HOST_VARIABLES}
+    return {**_versions(), **compared}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"torch": torch.__version__.partition("+")[0]}
+    versions |= {name: release_of(name) or "not installed" for name in _PACKAGES}
+    if default_device().type == "cuda":
+        library = "RCCL" if torch.version.hip else "NCCL"
+        versions[library] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {f"version of {name}": text for name, text in versions.items()}
+
+
+def expect_same_environment(environments: Sequence[Mapping[str, str]]) -> None:
+    """Refuse ranks whose `own_environment` differs where it must not. Raises `ConfigError`: names, ranks, values."""
+    names = sorted({name for environment in environments for name in environment})
+    if lines := differing_lines(environments, {name: name for name in names}, absent="not set"):
+        raise ConfigError("all ranks must run in the same environment, but these differ:\n" + "\n".join(lines))
+
+
+def differing_lines(views: Sequence[Mapping[str, str]], labels: Mapping[str, str], *, absent: str) -> list[str]:
+    """One line for each key whose values differ between ranks, with the ranks of every value; at most six.
+
+    Args:
+        views: of every rank, texts by key.
+        labels: how each key that is compared is written.
+        absent: stands for a key that a rank does not have.
+    """
+    values = {key: [view.get(key, absent) for view in views] for key in labels}
+    lines = [f"  {labels[key]}: {_by_rank(of_ranks)}" for key, of_ranks in values.items() if len(set(of_ranks)) > 1]
+    if len(lines) > _MOST_SHOWN:
+        lines[_MOST_SHOWN:] = [f"  and {len(lines) - _MOST_SHOWN} more"]
+    return lines
+
+
+def _by_rank(values: Sequence[str]) -> str:
+    """``1.0 on rank 0, 2; missing on rank 1``: every value with its ranks."""
+    by_value = ranks_by_value(enumerate(values))
+    return "; ".join(f"{_short(value)} on rank {', '.join(map(str, ranks))}" for value, ranks in by_value.items())
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LONGEST_SHOWN else value[: _LONGEST_SHOWN - 3] + "..."
 
 
 def expect_all_registered(

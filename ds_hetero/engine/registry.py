@@ -12,15 +12,14 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
+from ds_hetero.common.text import announce
 from ds_hetero.decision.batches import as_whole
 from ds_hetero.decision.decide import JobStart, sp_size_of
 from ds_hetero.decision.facts import JobFacts
-from ds_hetero.decision.start_text import announce
 from ds_hetero.engine.adapters import Adapters, ElasticState, ModelAdapter, SplitModel, StagedModel
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.engine.patching import Patches
 from ds_hetero.engine.whole_model import WholeModel
-from ds_hetero.job.capabilities import requested_kernel
 from ds_hetero.job.documents import CostRenewal, DocumentAdvice, DocumentZones, agree_on_placer
 from ds_hetero.job.monitor import DocumentObserver, EventWriter, Observers, PredictionCheck, StepMonitor, steps_between
 from ds_hetero.job.replanning import PlanSearch, Replanning, ScheduleSearch, has_schedules_to_change
@@ -33,6 +32,7 @@ from ds_hetero.job.start import (
     agree_on_facts,
     agree_on_request,
     announce_start,
+    requested_kernel,
     start_job,
 )
 from ds_hetero.job.stragglers import OF_LAYERS, OF_SAMPLES, OF_TOKENS, Remedy, Stragglers
@@ -233,8 +233,7 @@ class Registry:
             known.model.expect_section(start.section)
         elif start.section.tile_tokens is not None:
             known.model.tile(start.section.tile_tokens)
-        mode = start.section.placement.mode
-        places = mode == "documents" or (mode is None and _loader_cuts(known.model))
+        places = start.section.placement.mode == "documents" or (start.places_by_default and _loader_cuts(known.model))
         _place_batches(known, agree_on_placer(world, start, replica.replica_id) if places else None)
         if world.rank == 0:
             announce_start(start)

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import torch
 
+from ds_hetero.common.text import announce
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.decision.decide import Forecast, JobStart
-from ds_hetero.decision.start_text import announce
 from ds_hetero.errors import HeteroError
 from ds_hetero.job.start import World
 from ds_hetero.job.times import RankTimes
@@ -39,9 +39,9 @@ def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentP
     """Return what places the batches of one replica by their documents; None where all are cut by their length.
 
     Where documents were asked for and the devices are not known, the schedule's token weights stand for their speeds.
-    Where the section says nothing, they are placed if devices are known and no schedule is to change, and if that is
-    predicted to save more of a step than predictions for the device that is known least err; no unit is then given more
-    tokens than its memory has room for with that error.
+    Where the section says nothing (`JobStart.places_by_default`), they are placed if that is predicted to save more of
+    a step than predictions for the device that is known least err; no unit is then given more tokens than its memory
+    has room for with that error.
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`.
@@ -69,9 +69,7 @@ def _error(start: JobStart) -> float:
 
 
 def _default_costs(start: JobStart) -> Sequence[UnitCosts]:
-    """Costs of the units of every replica where documents were not asked for; none where they are not placed."""
-    if not start.forecasts or start.section.replan.enabled:
-        return ()
+    """Costs of the units of every replica where documents were not asked for; none where the model has none."""
     try:
         costs = _unit_costs(start)
     except HeteroError as error:

@@ -26,9 +26,8 @@ from typing import Protocol
 import torch
 
 from ds_hetero.common.reading import JsonObject
-from ds_hetero.common.text import time_text
+from ds_hetero.common.text import announce, time_text
 from ds_hetero.decision.decide import Forecast, JobStart
-from ds_hetero.decision.start_text import announce
 from ds_hetero.errors import HeteroError
 from ds_hetero.job.documents import CostRenewal, DocumentZones
 from ds_hetero.job.replanning import Replanning
@@ -41,10 +40,12 @@ from ds_hetero.job.times import (
     RankTimes,
     RankUnitCosts,
     common_steps,
+    events,
     peak_flops_per_s,
     times_of_passes,
+    times_table,
+    utilizations,
 )
-from ds_hetero.job.times_text import events, times_table, utilizations
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.collectives import all_gather_bytes
 from ds_hetero.runtime.devices import default_device, possible_growth
@@ -115,10 +116,8 @@ class StepMonitor:
         for forecast in start.forecasts:
             for rank, device in zip(forecast.schedule.ranks, forecast.cost.cluster.devices, strict=True):
                 self._peaks[rank] = device.peak_flops_per_s
-        self._unit_costs = RankUnitCosts()
         self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._device = default_device()
-        self._peak = peak_flops_per_s(self._device)
         (of_rank_0, *_), _ = all_gather_bytes([interval], b"")
         self._interval = of_rank_0[0]
         self._steps, self._steps_to_skip, self._num_observations = 0, WARM_UP, 0
@@ -127,6 +126,10 @@ class StepMonitor:
         if self._world.rank == 0:
             atexit.register(self.report)
         self._forget_forced_exit = None if self._record is None else before_forced_exit(self._record.end)
+
+    @functools.cached_property
+    def _unit_costs(self) -> RankUnitCosts:
+        return RankUnitCosts()
 
     def keep_events(self, events: Sequence[JsonObject]) -> None:
         """Let the record have the events of an elastic job, which are added as they come."""
@@ -167,7 +170,8 @@ class StepMonitor:
 
     def _all_ranks(self, steps: Sequence[StepTimes]) -> JobTimes | None:
         """Return what all ranks say of their steps; None if one has none to speak of."""
-        own = RankTimes.of(steps, self._unit_costs, possible_growth(self._device), self._peak, self._recent_s)
+        growth, peak = possible_growth(self._device), peak_flops_per_s(self._device)
+        own = RankTimes.of(steps, self._unit_costs, growth, peak, self._recent_s)
         of_passes = self._start.is_of_pipelines
         times, with_passes = zip(*self._world.on_all_ranks(lambda: (own, steps if of_passes else ())), strict=True)
         if not of_passes:
@@ -218,7 +222,7 @@ class StepMonitor:
             self._documents.zones.announce_once(shares)
         if self._writer.enabled:
             of_zones = [(f"Heterogeneity/zone_{zone}_share", share, samples) for zone, share in shares.items()]
-            of_job = events(seen, self._plan, self._utilization(seen), self._num_changes, samples)
+            of_job = events(seen, self._plan, utilizations(seen, self._model, self._peaks), self._num_changes, samples)
             self._writer.write_events([*of_job, *of_zones, *self._straggler_events(seen.ranks, samples)])
 
     def _straggler_events(self, times: Sequence[RankTimes], samples: int) -> list[tuple[str, float, int]]:
@@ -233,9 +237,6 @@ class StepMonitor:
             out.append((f"Heterogeneity/rank{number}/straggler_score", score, samples))
         return out
 
-    def _utilization(self, seen: JobTimes) -> list[float | None]:
-        return utilizations(seen, self._model, self._peaks)
-
     @property
     def _num_changes(self) -> int:
         return 0 if self.replanning is None else len(self.replanning.changes)
@@ -245,7 +246,8 @@ class StepMonitor:
         atexit.unregister(self.report)
         if self._totals and self._world.rank == 0:
             seen = JobTimes(self._totals, self._latest.pipelines)
-            announce("\n" + times_table(seen, self._plan, self._utilization(seen), self._num_changes))
+            utilization = utilizations(seen, self._model, self._peaks)
+            announce("\n" + times_table(seen, self._plan, utilization, self._num_changes))
         if self._record is not None and self._forget_forced_exit is not None:
             self._forget_forced_exit()
             self._record.end()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from ds_hetero.common.reading import JsonDict, JsonObject, shortened
+from ds_hetero.common.text import announce
 from ds_hetero.decision.decide import JobStart
-from ds_hetero.decision.start_text import announce
 from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.job.start import World
 from ds_hetero.job.times import JobTimes, observation_of

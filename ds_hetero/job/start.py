@@ -5,8 +5,9 @@
     start = start_job(world, facts, clusters, plan=request.plan)  # of replicas or pipelines, the same on every rank
 
 A rank that finds a fault lets all others know before anybody acts, so that every rank stops with the same message.
-Only rank 0 reads the schedule and cluster files, searches and predicts. Nothing here knows a framework or keeps state
-of its own: a job that goes on with other ranks is started again, with another `World`.
+What its device can do is compared as well. Only rank 0 reads the schedule and cluster files, searches and predicts.
+Nothing here knows a framework or keeps state of its own: a job that goes on with other ranks is started again, with
+another `World`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.common.reading import JsonDict, JsonObject, shortened, write_whole
-from ds_hetero.common.text import ranks_by_value, ranks_text
+from ds_hetero.common.text import announce, ranks_by_value, ranks_text
 from ds_hetero.decision.batches import plan_of_batches
 from ds_hetero.decision.decide import (
     JobStart,
@@ -38,32 +39,27 @@ from ds_hetero.decision.decide import (
 )
 from ds_hetero.decision.decide_pipelines import check_pipeline_section, idle_keys
 from ds_hetero.decision.facts import JobFacts, TrainingFacts
-from ds_hetero.decision.start_text import announce, forecast_text, pipelines_text, plan_text, searched_text
+from ds_hetero.decision.start_text import forecast_text, pipelines_text, searched_text
 from ds_hetero.errors import ConfigError
-from ds_hetero.job.capabilities import (
-    USUAL_HEAD_DIM,
-    capability_lines,
-    device_name,
-    expect_known_devices,
-    own_capabilities,
-    requested_kernel,
-)
 from ds_hetero.planner.published.hetero_ring import FORMULA, LUT, table_text
 from ds_hetero.profiler.cache import cache_folder, describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
 from ds_hetero.reporting.run_file import expect_writable
-from ds_hetero.runtime.attention.kernels import select
+from ds_hetero.runtime.attention.kernels import AttentionKernel, select
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, device_memory_bytes, has_native_bf16
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.plans import BatchSplit, Plan
-from ds_hetero.values.section import SECTION, HeterogeneitySection
+from ds_hetero.values.schedule import Schedule
+from ds_hetero.values.section import SECTION, HeterogeneitySection, KernelName, KernelWish
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _MISSING = "missing"
+_USUAL_HEAD_DIM = 128  # of a model that does not say
+_SHOWN = 8  # groups of a schedule, and replicas of a job, that are named
 
 
 @dataclass(frozen=True)
@@ -100,10 +96,10 @@ class MeasuredClusters:
         Collectives: the first time, those of `ds_hetero.profiler.cache.measure_cached`.
         """
         wish, trained = facts.section.attention, (facts.model.head_dim, facts.model.softcap)
-        key = world.size, facts.computed_dtype, str(wish), *trained  # the same on every rank
+        key = world.size, _dtype_of(facts), str(wish), *trained  # the same on every rank
         if key not in self._clusters:
             requested = requested_kernel(wish, world.rank)
-            content, is_new = profile_cached(getattr(torch, facts.computed_dtype), requested, *trained)
+            content, is_new = profile_cached(getattr(torch, _dtype_of(facts)), requested, *trained)
             self._clusters[key] = load_cluster(content)
             if world.rank == 0:
                 announce(f"{world.size} ranks, {describe_age(content, is_new)}")
@@ -165,13 +161,92 @@ def expect_kernel(facts: JobFacts, rank: int = 0) -> str | None:
     Returns:
         What the device computes slowly though it works, for people; None if there is nothing.
     """
-    device, dtype = default_device(), getattr(torch, facts.computed_dtype)
-    head_dim = facts.model.head_dim or USUAL_HEAD_DIM
-    if (requested := requested_kernel(facts.section.attention, rank)) is not None:
-        select(torch.device(device.type), dtype, head_dim, facts.model.softcap, requested)
-    if dtype is torch.bfloat16 and not has_native_bf16(device):
+    device = default_device()
+    if requested_kernel(facts.section.attention, rank) is not None:
+        _kernel_of(facts, rank)
+    if _dtype_of(facts) == "bfloat16" and not has_native_bf16(device):
         return f"{torch.cuda.get_device_name(device)} does not compute in bfloat16 itself"
     return None
+
+
+def _dtype_of(facts: JobFacts) -> str:
+    """The data type in which layers are computed."""
+    return facts.training.mixed_precision or facts.model.dtype
+
+
+def _kernel_of(facts: JobFacts, rank: int) -> AttentionKernel:
+    dtype, head_dim = getattr(torch, _dtype_of(facts)), facts.model.head_dim or _USUAL_HEAD_DIM
+    requested = requested_kernel(facts.section.attention, rank)
+    return select(torch.device(default_device().type), dtype, head_dim, facts.model.softcap, requested)
+
+
+def device_name() -> str:
+    """Of this rank's device, as its maker calls it; ``"CPU"`` of a CPU."""
+    device = default_device()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def requested_kernel(wish: KernelWish, rank: int) -> KernelName | None:
+    """The section's kernel for this rank; None for the best here. Raises `ConfigError`: no entry, or several."""
+    if isinstance(wish, list):
+        if rank >= len(wish):
+            raise ConfigError(
+                f'"{SECTION}.attention" names kernels for {len(wish)} ranks, and this is rank {rank}. Give it one '
+                "entry per rank."
+            )
+        return wish[rank]
+    if not isinstance(wish, dict):
+        return wish
+    fitting = [part for part in wish if _is_part_of(part, device_name())]
+    if len(fitting) > 1:
+        raise ConfigError(
+            f'"{SECTION}.attention": {" and ".join(map(repr, fitting))} are both parts of the name of rank {rank}\'s '
+            f"device, {device_name()}. Make the keys longer, so that one fits."
+        )
+    return wish[fitting[0]] if fitting else None
+
+
+def expect_known_devices(wish: KernelWish, names: Sequence[str]) -> None:
+    """Refuse entries that fit no rank, or too many. Raises `ConfigError`: names them."""
+    if isinstance(wish, list) and len(wish) != len(names):
+        raise ConfigError(f'"{SECTION}.attention" has {len(wish)} entries; there are {len(names)} ranks.')
+    for part in wish if isinstance(wish, dict) else ():
+        if not any(_is_part_of(part, name) for name in names):
+            raise ConfigError(
+                f'"{SECTION}.attention": "{part}" is no part of any device\'s name. They are '
+                f"{', '.join(dict.fromkeys(names))}."
+            )
+
+
+def _is_part_of(part: str, name: str) -> bool:
+    return part.lower() in name.lower()
+
+
+def own_capabilities(facts: JobFacts, rank: int) -> str:
+    """This rank's capabilities for the job, in one line for people. Raises `ConfigError`: no kernel works here."""
+    device = default_device()
+    parts = [f"{device_name()} ({_architecture(device)})" if device.type == "cuda" else device_name()]
+    if facts.model.is_split:
+        parts.append(f"attention by {_kernel_of(facts, rank).name}")
+    parts.append("bfloat16 native" if has_native_bf16(device) else "bfloat16 not native")
+    parts.append(f"torch {torch.__version__}")
+    if device.type == "cuda":
+        library = "RCCL" if torch.version.hip else "NCCL"
+        parts.append(f"{library} {'.'.join(map(str, torch.cuda.nccl.version()))}")  # type: ignore[no-untyped-call]
+    return ", ".join(parts)
+
+
+def capability_lines(by_rank: Sequence[str]) -> list[str]:
+    """A line for every kind of ranks, by their `own_capabilities`; none where all are alike."""
+    kinds = ranks_by_value(enumerate(by_rank))
+    return [f"{ranks_text(ranks)}: {text}" for text, ranks in kinds.items()] if len(kinds) > 1 else []
+
+
+def _architecture(device: torch.device) -> str:
+    if torch.version.hip:
+        return str(torch.cuda.get_device_properties(device).gcnArchName)
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def _by_device(slow_types: Sequence[str | None]) -> str:
@@ -197,7 +272,7 @@ def _view(facts: JobFacts) -> JsonDict:
         "model": facts.model.name,
         "num_heads": facts.model.num_heads,
         "num_kv_heads": facts.model.num_kv_heads,
-        "dtype": facts.computed_dtype,
+        "dtype": _dtype_of(facts),
         "sequence-parallel size": dict(facts.sp_sizes),
     }
 
@@ -260,17 +335,20 @@ def start_job(
     start: JobStart | None = None
     on_host = default_device().type == "cpu"
 
-    def decide_on_rank_0() -> tuple[Plan, tuple[float, ...] | None] | None:
+    def decide_on_rank_0() -> tuple[Plan, tuple[float, ...] | None, bool] | None:
         nonlocal start
         if world.rank > 0:
             return None
         no_inners = read_no_inners()
         start = decide(facts, world.size, measured=measured, on_host=on_host, plan=plan, no_inners=no_inners)
-        return start.plan, start.zero_weights
+        return start.plan, start.zero_weights, start.is_predicted
 
     decided = world.on_all_ranks(decide_on_rank_0)[0]
-    assert decided is not None
-    return JobStart(facts=facts, plan=decided[0], zero_weights=decided[1]) if start is None else start
+    if start is None:
+        assert decided is not None
+        plan, weights, is_predicted = decided
+        start = JobStart(facts=facts, plan=plan, zero_weights=weights, is_predicted=is_predicted)
+    return start
 
 
 def announce_start(start: JobStart) -> None:
@@ -302,6 +380,35 @@ def announce_start(start: JobStart) -> None:
             '"replan" changes nothing here: it moves tokens between the ranks of a replica, and every replica is one '
             'rank. "replan": {"report_only": true} names slow ranks, and "ds-hetero replicas" shares out samples.'
         )
+
+
+def plan_text(plan: Plan, section: HeterogeneitySection) -> str:
+    """One line of a plan of replicas: ``4 ranks, schedule four_ranks.json: groups 2, heads 6+2 | 5+3, tokens ...``."""
+    source = section.strategy if isinstance(section.strategy, str) else "given inline"
+    source = Path(source).name if source.endswith(".json") else source
+    shapes: dict[Schedule, list[int]] = {}
+    for number, schedule in enumerate(plan.schedules):
+        shapes.setdefault(schedule.shifted(0), []).append(number)
+    count = f"{len(plan.pipelines)} replicas, " if len(plan.pipelines) > 1 else ""
+    ranks = f"{len(plan.ranks)} rank{'s' if len(plan.ranks) > 1 else ''}"
+    return f"{ranks}, {count}schedule {source}: {_shapes_text(shapes)}"
+
+
+def _shapes_text(shapes: dict[Schedule, list[int]]) -> str:
+    if len(shapes) == 1:
+        return _shape_text(next(iter(shapes)))
+    parts = [f"replica {', '.join(map(str, numbers))}: {_shape_text(shape)}" for shape, numbers in shapes.items()]
+    more = [f"{len(parts) - _SHOWN} more"] if len(parts) > _SHOWN else []
+    return "; ".join([*parts[:_SHOWN], *more])
+
+
+def _shape_text(schedule: Schedule) -> str:
+    """``groups 2, heads 6+2 | 5+3, tokens 4:1 | 3:2``, in ring order."""
+    groups = schedule.ring_groups[:_SHOWN]
+    heads = ["+".join(map(str, group.heads)) for group in groups]
+    tokens = [":".join(f"{weight:.4g}" for weight in group.tokens) for group in groups]
+    more = [f"{len(schedule.groups) - _SHOWN} more"] if len(schedule.groups) > _SHOWN else []
+    return f"groups {len(schedule.groups)}, heads {' | '.join([*heads, *more])}, tokens {' | '.join([*tokens, *more])}"
 
 
 def _keep_plan(plan: Plan) -> Path | None:

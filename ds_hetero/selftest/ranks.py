@@ -14,8 +14,8 @@ import torch
 
 from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.common.text import GIB, ranks_by_value
+from ds_hetero.engine.process import expect_same_environment, own_environment
 from ds_hetero.errors import ConfigError
-from ds_hetero.job.capabilities import expect_same_environment, own_environment
 from ds_hetero.runtime.attention.kernels import available
 from ds_hetero.runtime.devices import default_device, default_dtype, has_native_bf16
 

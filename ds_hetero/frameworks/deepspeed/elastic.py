@@ -17,15 +17,14 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_hetero.common.reading import JsonObject
+from ds_hetero.common.text import announce
 from ds_hetero.decision.decide import JobStart
-from ds_hetero.decision.start_text import announce
 from ds_hetero.elastic.content import Content
 from ds_hetero.elastic.restart import Found, Kept, find_newest
 from ds_hetero.elastic.snapshots import Cards, SaveRules, Snapshots
 from ds_hetero.elastic.worker import Worker, own_worker
 from ds_hetero.engine.names import SCHEDULED
 from ds_hetero.errors import CheckpointError, ConfigError
-from ds_hetero.frameworks.deepspeed.hooks import HookedEngine
 from ds_hetero.frameworks.deepspeed.in_memory import FrozenSample, load_parts, parts_in_memory
 from ds_hetero.job.joining import LEAST_GAIN, gain_of_joining
 from ds_hetero.runtime.collectives import on_all_ranks
@@ -343,12 +342,6 @@ def refuse_other_engines(what: str) -> None:
             f"{what} cannot be kept by an elastic job yet: it would begin anew after a fault. Start it without "
             "--elastic."
         )
-
-
-def save_after_step(hooked: HookedEngine, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around the engine's step; see `ElasticEngine.around_step`."""
-    assert hooked.elastic is not None
-    return hooked.elastic.around_step(lambda: step(*args, **kwargs))
 
 
 def _expect_supported(engine: Any) -> None:

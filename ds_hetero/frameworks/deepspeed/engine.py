@@ -10,92 +10,102 @@ no mpu. Afterwards `deepspeed.utils.groups` answers for the replica.
 `names` lists the names of DeepSpeed that are not documented. `install` replaces names of its modules; `hooks` wraps the
 methods of an engine that has been built.
 
+Stock Ulysses gives way to ours: its registration with transformers and its loader adapter. Both are called before
+`deepspeed.initialize`, in some scripts before the configuration is known. Then stock does its work first, and
+`_Ulysses.take_pending` gives what is to be undone once there turns out to be a "heterogeneity" section. Its loss over
+tiles of the logits is refused on shards: it runs the backward of the LM head inside its forward, as if the gradient of
+the loss were 1, which on a shard is what the engine's average needs, known when the loss of all ranks is put together.
+
 All hooks around the methods of DeepSpeed's engines: `HOOKS`, one table.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import deepspeed.runtime.sequence_parallel.parallel_state_sp as stock_mpu
 import torch
+import torch.distributed as dist
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.sequence_parallel import ulysses_sp
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import groups
 from torch import nn
 
-from ds_hetero.common.text import listed
+from ds_hetero.common.text import announce, listed
 from ds_hetero.decision.decide import sp_size_of
-from ds_hetero.decision.start_text import announce
-from ds_hetero.engine.ds_config import DsConfig, enabled, says_batches
+from ds_hetero.engine.ds_config import DsConfig, enabled, read_training_facts, says_batches
+from ds_hetero.engine.forward_mode import wanted_results
+from ds_hetero.engine.loader import KNOWN_LOADERS, ModelLoader, WholeLoader
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.registry import PreparedModel, Registry
-from ds_hetero.errors import ModelError
+from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed import hooks as split
-from ds_hetero.frameworks.deepspeed.elastic import save_after_step
 from ds_hetero.frameworks.deepspeed.hooks import (
-    EngineHooks,
-    HookedEngine,
-    HookRow,
     SplitEngine,
     recording,
     refuse_batch_sizes,
     report_times,
+    save_after_step,
     time_step,
     waiting,
 )
 from ds_hetero.frameworks.deepspeed.installer import (
+    EngineHooks,
+    HookedEngine,
+    HookRow,
     Installer,
+    OneWorker,
+    SequenceParallelState,
+    expect_one_worker,
     note_engine,
     plain_configuration,
     report_batches_of_replicas,
+    sequence_parallelism_hidden,
 )
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys, unknown_keys
 from ds_hetero.frameworks.deepspeed.loading import load_any_layout, raise_on_all_ranks
-from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling, install_tiled_loss
 from ds_hetero.frameworks.deepspeed.names import COLLECTIVES, HANDLES
 from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import frozen_state, load_any_plan, save_pipelines
 from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine, expect_passes, keep_books, run_passes
 from ds_hetero.frameworks.deepspeed.protocols import Arguments
 from ds_hetero.frameworks.deepspeed.saving import copy_script_last
-from ds_hetero.frameworks.deepspeed.ulysses import SequenceParallelState, Ulysses, size_in_configuration
-from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3, stage12
+from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.job.start import World
 from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP
 from ds_hetero.runtime.peers.watch import waiting_for_peers
+from ds_hetero.runtime.pipeline.batches import SameBatches
 from ds_hetero.runtime.step_clock import IDLE, running_clock
 from ds_hetero.values.section import SECTION, expect_section_name
+
+_SIZE_OF_CONFIGURATION = "sequence_parallel_size of ds_config"
 
 
 def install(registry: Registry) -> None:
     """Replace registration, loader adapter, `deepspeed.initialize` and how ZeRO-3 gathers; time collectives."""
     replace = registry.patches.replace
-    ulysses = Ulysses(registry)
+    ulysses = _Ulysses(registry)
     replace(ulysses_sp.UlyssesSPAttentionHF, "register_with_transformers", ulysses.registration)
     replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", ulysses.adapter)
     replace(deepspeed, "initialize", lambda stock: _initializing(registry, ulysses, stock))
-    install_tiled_loss(registry)
-    replace(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", stage12.detaching)
-    replace(deepspeed.zero.Init, "_all_gather", stage3.gathering)
-    replace(deepspeed.zero.Init, "_partition_param", stage3.writing_back)
+    replace(ulysses_sp.TiledFusedLogitsLoss, "forward", lambda stock: _refusing_shards(registry, stock))
+    optimizers.install(registry.patches)
     for name in COLLECTIVES:
         replace(TorchBackend, name, _timed)
     for name in HANDLES:
         replace(getattr(partition_parameters, name), "wait", _timed)
 
 
-def _initializing(registry: Registry, ulysses: Ulysses, stock: Function) -> Function:
+def _initializing(registry: Registry, ulysses: _Ulysses, stock: Function) -> Function:
     """With a section the model is converted and the engine built without sequence parallelism."""
     signature = inspect.signature(stock)
 
@@ -141,12 +151,13 @@ class EngineInstaller(Installer):
         given, ds_config = self._given, self._ds_config
         model = given["model"]
         _expect_supported(model, ds_config)
+        mesh = given.get("mesh_param")
         sizes = {
-            **size_in_configuration(ds_config),
-            **_size_of_mesh(given),
-            **_size_of_mpu(given.get("mpu")),
+            _SIZE_OF_CONFIGURATION: read_training_facts(ds_config).sp_size,
+            "mesh_param of deepspeed.initialize": mesh[1] if mesh else None,
+            "the mpu given to deepspeed.initialize": _size_of_mpu(given.get("mpu")),
             "sp_size of accelerate's ParallelismConfig": self._registry.adapters.processes.size_of_accelerate(),
-            **_size_of_batches(ds_config),
+            f'"{SECTION}.batch", which splits no sequence,': 1 if says_batches(ds_config) else None,
         }
         prepared = self._registry.prepare(model, ds_config, sizes)
         built = self._build(prepared, sp_size_of(sizes))
@@ -154,17 +165,15 @@ class EngineInstaller(Installer):
         report_batches_of_replicas(engine, prepared.model.replica)
         engine.seq_parallel_group = prepared.model.replica.sp_group
         prepared.prediction_check.start()
-        prepared.elastic = elastic.prepare(engine, prepared.start)
+        prepared.elastic = self._keep_in_memory(engine, prepared.start)
         hooked = SplitEngine(
             engine=engine,
             model=prepared.model,
             clock=prepared.model.clock,
-            scaling=LossScaling(prepared.model),
             monitor=self._registry.monitor_steps(prepared, engine.steps_per_print(), engine.monitor),
             prediction_check=prepared.prediction_check,
             note_destroyed=functools.partial(setattr, prepared, "is_destroyed", True),
             stage3=optimizers.stage3_checkpoints(engine),
-            backwards=BackwardsOfStep(engine),
             elastic=prepared.elastic,
         )
         return hooked, built
@@ -181,7 +190,7 @@ class EngineInstaller(Installer):
             stage3.gather_experts_at_once(self._registry.adapters.models.containers_of_experts(prepared.model.model))
         replica_state = SequenceParallelState(replica, sp_size)
         with (
-            _sequence_parallelism_hidden(replica_state, self._registry),
+            sequence_parallelism_hidden(replica_state, self._registry.patches),
             optimizers.optimizers_in_place(config, weights, nodes),
         ):
             return self._call_stock(config, mpu=None)
@@ -213,21 +222,11 @@ def _agreed_configuration(given: Arguments) -> DsConfig | None:
     return ds_config
 
 
-def _size_of_mesh(given: Arguments) -> dict[str, int | None]:
-    mesh = given.get("mesh_param")
-    return {"mesh_param of deepspeed.initialize": mesh[1] if mesh else None}
-
-
-def _size_of_batches(ds_config: Mapping[str, Any]) -> dict[str, int | None]:
-    return {f'"{SECTION}.batch", which splits no sequence,': 1} if says_batches(ds_config) else {}
-
-
-def _size_of_mpu(mpu: Any) -> dict[str, int | None]:
+def _size_of_mpu(mpu: Any) -> int | None:
     if isinstance(mpu, SequenceParallelState):
-        size = mpu.size_given
-    else:
-        size = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else None
-    return {"the mpu given to deepspeed.initialize": size}
+        return mpu.size_given
+    size: int | None = getattr(mpu, "get_sequence_parallel_world_size", lambda: None)()
+    return size
 
 
 def _expect_supported(model: object, ds_config: DsConfig) -> None:
@@ -247,23 +246,122 @@ def _init_distributed(given: Arguments) -> None:
     )
 
 
-@contextlib.contextmanager
-def _sequence_parallelism_hidden(replica_state: SequenceParallelState, registry: Registry) -> Iterator[None]:
-    """Let `groups` know no sequence parallelism inside, where an engine is built, and the replica's afterwards."""
-    before = groups.mpu, groups.mesh_device
-    groups.mpu = groups.mesh_device = None
-    try:
-        yield
-    except BaseException:
-        groups.mpu, groups.mesh_device = before
-        raise
-    groups.mpu = replica_state
+@dataclass
+class _PendingRegistration:
+    """A stock registration made before the configuration was known."""
 
-    def restore() -> None:
-        if groups.mpu is replica_state:
-            groups.mpu, groups.mesh_device = before
+    undo: Callable[[], None]  # puts back the attention function that it replaced
+    error: Exception | None = None  # what stock raised; raised again if there is no section after all
+    adapters: int = 0  # loaders that stock has wrapped since
 
-    registry.patches.on_undo(restore)
+    def cancel(self) -> None:
+        """Undo the registration, since there is a section. Raises `ConfigError`: stock has wrapped a loader since."""
+        self.undo()
+        if self.adapters:
+            raise ConfigError(
+                "a UlyssesSPDataLoaderAdapter was made before deepspeed.initialize, when ds_hetero did not know the "
+                "configuration yet. Make it afterwards, or give the configuration earlier: "
+                "ds_hetero.register(ds_config)."
+            )
+
+
+class _Ulysses:
+    """Makes the replacements of stock's registration and adapter; remembers what is pending between them."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._pending: _PendingRegistration | None = None
+        self._has_pipelines = False
+
+    def take_pending(self) -> _PendingRegistration | None:
+        """Return the registration that waits for the configuration, if any, once."""
+        pending, self._pending = self._pending, None
+        return pending
+
+    def registration(self, original: Any) -> Any:
+        """Replace ``UlyssesSPAttentionHF.register_with_transformers``.
+
+        With a known section the model is converted; without any, stock runs and may be undone later.
+        """
+        stock = original.__func__
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)
+        def register_with_transformers(cls: type, *args: Any, **kwargs: Any) -> object:
+            given = signature.bind(cls, *args, **kwargs).arguments
+            ds_config, size = self._registry.ds_config, given["sequence_parallel_size"]
+            if ds_config is None:
+                return self._register_stock(stock, given["core_attn_implementation"], cls, args, kwargs)
+            agree_on_configuration(ds_config)
+            if not enabled(ds_config):
+                return stock(cls, *args, **kwargs)
+            model = given["model_name_or_path"]
+            if self._registry.request_of(ds_config).is_of_pipelines:
+                self._has_pipelines = True
+                expect_one_worker(size)
+                return OneWorker()
+            if isinstance(model, torch.nn.Module):
+                sizes = {"sequence_parallel_size": size, _SIZE_OF_CONFIGURATION: read_training_facts(ds_config).sp_size}
+                return SequenceParallelState(self._registry.prepare(model, ds_config, sizes).model.replica, size)
+            stock_mpu.initialize_sequence_parallel(size)  # the model is converted when deepspeed.initialize has it
+            return stock_mpu
+
+        return classmethod(register_with_transformers)
+
+    def _register_stock(self, stock: Function, core: str, cls: Any, args: Any, kwargs: Any) -> Any:
+        self._pending = _PendingRegistration(self._registry.adapters.models.keep_attention_function(core))
+        try:
+            return stock(cls, *args, **kwargs)
+        except ValueError as error:
+            if "divisible" not in str(error):
+                raise
+            self._pending.error = error  # heads that do not divide are no fault if there is a section
+            return stock_mpu
+
+    def adapter(self, stock: Function) -> Function:
+        """Replace ``UlyssesSPDataLoaderAdapter.__init__``.
+
+        With a converted model the new object becomes a `ModelLoader`, before it has anything of the adapter's; in a
+        loop of sharded calls, a `WholeLoader`.
+        """
+
+        @functools.wraps(stock)
+        def init(adapter: Any, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
+            split = self._registry.find_split_by_ranks(dist.get_process_group_ranks(sp_group))
+            if split is None and self._has_pipelines:
+                adapter.__class__ = SameBatches
+                SameBatches.__init__(adapter, dl, torch.device(device), KNOWN_LOADERS)
+                return
+            if split is not None and wanted_results() is not None:
+                adapter.__class__ = WholeLoader
+                WholeLoader.__init__(adapter, dl, torch.device(device), split)
+                return
+            if split is not None:
+                adapter.__class__ = ModelLoader
+                ModelLoader.__init__(adapter, dl, split, torch.device(device))
+                return
+            if self._pending is not None:
+                self._pending.adapters += 1
+            stock(adapter, dl, sp_rank, sp_group, sp_world_size, device)
+
+        return init
+
+
+def _refusing_shards(registry: Registry, stock: staticmethod[..., object]) -> object:
+    function: Function = stock.__func__
+
+    @functools.wraps(function)
+    def forward(*args: object, **kwargs: object) -> object:
+        if any(p.model.takes_shards and p.model.replica.sp_size > 1 for p in registry.in_training):
+            raise ModelError(
+                "TiledFusedLogitsLoss gives the LM head a gradient of another scale than all other layers where a "
+                "sequence is split: it runs the head's backward before the loss of all ranks is known. Use DeepSpeed's "
+                "sequence_tiled_compute on a function that makes logits and loss, which tiles them alike and runs the "
+                "backward at its time; or have the model return logits, for handle.loss."
+            )
+        return function(*args, **kwargs)
+
+    return staticmethod(forward)
 
 
 def _timed(stock: Function) -> Function:

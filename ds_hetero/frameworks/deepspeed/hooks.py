@@ -1,10 +1,6 @@
-"""Hooks around the methods of DeepSpeed's engine: how they are put on, and those that every engine has.
+"""Hooks around the methods of DeepSpeed's engine: those that every engine has, and those of a model that is no stage.
 
-A hook is a function ``hook(hooked, method, *args, **kwargs)`` that is called in the place of an engine's method. It
-calls ``method``, which is the next hook or the engine's own, and returns what the caller of the engine gets. No other
-file replaces methods of an engine; `engine.HOOKS` lists the hooks.
-
-Hooks of an engine whose model is split over the sequence, or runs whole on every rank.
+How they are put on: `installer.EngineHooks`; in which order: `engine.HOOKS`.
 """
 
 from __future__ import annotations
@@ -12,80 +8,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_hetero.engine.adapters import ElasticState, SplitModel
+from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.in_memory import is_in_memory
+from ds_hetero.frameworks.deepspeed.installer import Hook, HookedEngine
 from ds_hetero.frameworks.deepspeed.loading import expect_one_save
 from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling
-from ds_hetero.frameworks.deepspeed.protocols import Engine
 from ds_hetero.frameworks.deepspeed.saving import restore_random_states, save_whole
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
-from ds_hetero.job.monitor import PredictionCheck, StepMonitor
+from ds_hetero.job.monitor import PredictionCheck
 from ds_hetero.runtime.peers.calls import FORWARD, own_calls
 from ds_hetero.runtime.peers.watch import waiting_for_peers
-from ds_hetero.runtime.step_clock import IDLE, StepClock
+from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.values.section import SECTION
-
-Hook = Function
-
-
-@dataclass(kw_only=True)
-class HookedEngine:
-    """An engine and what the hooks around its methods need."""
-
-    engine: Engine  # DeepSpeed's, as it was built
-    clock: StepClock
-    monitor: StepMonitor  # takes the times of steps
-    elastic: ElasticState | None = None  # keeps its state in memory; None in a job that is not elastic
-
-    @property
-    def why_batch_is_fixed(self) -> str | None:
-        """Message for who changes the batch size of the engine; None where it can be changed."""
-        return None
-
-
-class HookRow(NamedTuple):
-    """A row of the table of hooks."""
-
-    method: str
-    hook: Hook
-    of: type[HookedEngine] = HookedEngine  # the engines that have it
-    part: str = "engine"  # of `HookedEngine`, without which (None) an engine does not have it
-
-
-class EngineHooks:
-    """Hooks around the methods of one engine; the ``table`` has those of one method outermost first."""
-
-    def __init__(self, hooked: HookedEngine, table: Sequence[HookRow]) -> None:
-        self._engine, self._names = weakref.ref(hooked.engine), {row.method for row in table}
-        for row in reversed(table):
-            if isinstance(hooked, row.of) and getattr(hooked, row.part) is not None:
-                setattr(hooked.engine, row.method, _around(row.hook, hooked, getattr(hooked.engine, row.method)))
-
-    def take_off(self) -> None:
-        """Leave the engine, if it still exists, with its own methods."""
-        if (engine := self._engine()) is not None:
-            for name in self._names & vars(engine).keys():
-                delattr(engine, name)
-
-
-def _around(hook: Hook, hooked: HookedEngine, method: Function) -> Function:
-    @functools.wraps(method)
-    def call(*args: object, **kwargs: object) -> object:
-        return hook(hooked, method, *args, **kwargs)
-
-    return call
 
 
 def waiting(phase: str) -> Hook:
@@ -122,6 +66,12 @@ def time_step(hooked: HookedEngine, step: Function, *args: object, **kwargs: obj
     return result
 
 
+def save_after_step(hooked: HookedEngine, step: Function, *args: object, **kwargs: object) -> object:
+    """Take a step of an elastic job; see `ElasticState.around_step`."""
+    assert hooked.elastic is not None
+    return hooked.elastic.around_step(lambda: step(*args, **kwargs))
+
+
 def report_times(hooked: HookedEngine, destroy: Function, *args: object, **kwargs: object) -> object:
     """Print the table of the ranks' times before the engine is gone."""
     hooked.monitor.report()
@@ -140,11 +90,19 @@ class SplitEngine(HookedEngine):
     """An engine whose model is split over the sequence, or runs whole on every rank."""
 
     model: SplitModel | WholeModel
-    scaling: LossScaling  # brings losses to the scale of the engine's average
     prediction_check: PredictionCheck  # compares steps with their prediction
     note_destroyed: Callable[[], None]  # called before the engine is gone
     stage3: Stage3Checkpoints | None  # reads and writes checkpoints of ZeRO-3; None for other stages
-    backwards: BackwardsOfStep  # watches over several backwards for one step
+
+    @functools.cached_property
+    def scaling(self) -> LossScaling:
+        """Brings losses to the scale of the engine's average."""
+        return LossScaling(self.model)
+
+    @functools.cached_property
+    def backwards(self) -> BackwardsOfStep:
+        """Watches over several backwards for one step."""
+        return BackwardsOfStep(self.engine)
 
     @property
     def why_batch_is_fixed(self) -> str | None:

@@ -1,29 +1,88 @@
 """One call of `deepspeed.initialize` with a section: what is alike whether a model is split or cut into stages.
 
-Batch sizes: what DeepSpeed is given for an engine without sequence parallelism, and what it then reports.
+DeepSpeed is given batch sizes, and an mpu, of an engine without sequence parallelism. What the finished engine reports,
+and what `deepspeed.utils.groups` answers, is the replica's.
+
+A hook is a function ``hook(hooked, method, *args, **kwargs)`` that is called in the place of an engine's method. It
+calls ``method``, which is the next hook or the engine's own, and returns what the caller of the engine gets. No other
+file replaces methods of an engine; `engine.HOOKS` lists the hooks.
 
 Engines that `ds_hetero.register` came too late for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import gc
 import weakref
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine, load_ds_config
+from deepspeed.utils import groups
 
+from ds_hetero.decision.decide import JobStart
+from ds_hetero.engine.adapters import ElasticState
 from ds_hetero.engine.ds_config import DsConfig, enabled, says_batches
-from ds_hetero.engine.patching import Function
+from ds_hetero.engine.patching import Function, Patches
+from ds_hetero.engine.process import is_elastic
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.deepspeed.hooks import HookedEngine
+from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed.protocols import Arguments, Engine, State
+from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.plans import BatchSplit
 from ds_hetero.values.section import SECTION
+
+Hook = Function
+
+
+@dataclass(kw_only=True)
+class HookedEngine:
+    """An engine and what the hooks around its methods need."""
+
+    engine: Engine  # DeepSpeed's, as it was built
+    clock: StepClock
+    monitor: StepMonitor  # takes the times of steps
+    elastic: ElasticState | None = None  # keeps its state in memory; None in a job that is not elastic
+
+    @property
+    def why_batch_is_fixed(self) -> str | None:
+        """Message for who changes the batch size of the engine; None where it can be changed."""
+        return None
+
+
+class HookRow(NamedTuple):
+    """A row of the table of hooks."""
+
+    method: str
+    hook: Hook
+    of: type[HookedEngine] = HookedEngine  # the engines that have it
+    part: str = "engine"  # of `HookedEngine`, without which (None) an engine does not have it
+
+
+class EngineHooks:
+    """Hooks around the methods of one engine; the ``table`` has those of one method outermost first."""
+
+    def __init__(self, hooked: HookedEngine, table: Sequence[HookRow]) -> None:
+        self._engine, self._names = weakref.ref(hooked.engine), {row.method for row in table}
+        for row in reversed(table):
+            if isinstance(hooked, row.of) and getattr(hooked, row.part) is not None:
+                method = getattr(hooked.engine, row.method)
+                call = functools.update_wrapper(functools.partial(row.hook, hooked, method), method)
+                setattr(hooked.engine, row.method, call)
+
+    def take_off(self) -> None:
+        """Leave the engine, if it still exists, with its own methods."""
+        if (engine := self._engine()) is not None:
+            for name in self._names & vars(engine).keys():
+                delattr(engine, name)
 
 
 class Installer:
@@ -41,6 +100,12 @@ class Installer:
         ours = {"args": args, "config": config, "config_params": None, "mesh_param": None}
         built: tuple[Any, ...] = self._stock(**{**self._given, **ours, **changed})
         return built
+
+    def _keep_in_memory(
+        self, engine: Engine, start: JobStart, stages: list[elastic.Described] | None = None
+    ) -> ElasticState | None:
+        """Make an engine elastic if its job is; see `elastic.prepare`."""
+        return elastic.prepare(engine, start, stages) if is_elastic() or start.section.elastic is not None else None
 
     def install(self) -> tuple[HookedEngine, tuple[Any, ...]]:
         """Let stock build an engine of our parts. Raises `HeteroError` on every rank, where that is impossible.
@@ -108,6 +173,96 @@ def report_batches_of_replicas(engine: Engine, replica: Replica) -> None:
     if split is not None:
         engine._config.train_batch_size = engine.tput_timer.batch_size = split.samples
         engine._config.train_micro_batch_size_per_gpu = split.micro_batch_sizes[replica.replica_id]
+
+
+class SequenceParallelState:
+    """The answers of `deepspeed.utils.groups` and of the mpu that users are given, for one replica.
+
+    ``initialize_sequence_parallel`` marks it, as in DeepSpeed, as an mpu without model parallelism.
+
+    Args:
+        size_given: the sequence-parallel size that the user gave, if any: the number of all ranks where replicas have
+            different sizes.
+    """
+
+    def __init__(self, replica: Replica, size_given: int | None) -> None:
+        self._replica, self.size_given = replica, size_given
+
+    def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
+        """Groups exist already."""
+        raise ConfigError("the sequence-parallel groups were made by ds_hetero; do not initialize them again.")
+
+    def get_sequence_parallel_group(self) -> Any:
+        """All ranks of this replica."""
+        return self._replica.sp_group
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """Ranks of this replica."""
+        return self._replica.sp_size
+
+    def get_sequence_parallel_rank(self) -> int:
+        """This rank's index in its replica."""
+        return self._replica.sp_rank
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        """All ranks: ZeRO partitions over them."""
+        return dist.group.WORLD
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        """Ranks of the job."""
+        return dist.get_world_size()
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        """This rank."""
+        return dist.get_rank()
+
+
+class OneWorker:
+    """An mpu whose sequence-parallel group is the whole job."""
+
+    def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
+        """Groups exist already."""
+        raise ConfigError("the groups of the pipelines are made by ds_hetero; do not initialize them again.")
+
+    def get_sequence_parallel_group(self) -> Any:
+        """All ranks."""
+        return dist.group.WORLD
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """Ranks of the job."""
+        return dist.get_world_size()
+
+    def get_sequence_parallel_rank(self) -> int:
+        """This rank."""
+        return dist.get_rank()
+
+
+def expect_one_worker(size: int) -> None:
+    """Refuse another sequence-parallel size than the number of all ranks. Raises `ConfigError`: it names both."""
+    if size != dist.get_world_size():
+        raise ConfigError(
+            f"a plan of pipelines takes all {dist.get_world_size()} ranks as one worker, whose batch is the global "
+            f"one, but the sequence-parallel size is {size}. Set sp_size to {dist.get_world_size()}."
+        )
+
+
+@contextlib.contextmanager
+def sequence_parallelism_hidden(replica_state: SequenceParallelState, patches: Patches) -> Iterator[None]:
+    """Let `groups` know no sequence parallelism inside, where an engine is built, and the replica's afterwards."""
+    before = groups.mpu, groups.mesh_device
+    groups.mpu = groups.mesh_device = None
+    try:
+        yield
+    except BaseException:
+        groups.mpu, groups.mesh_device = before
+        raise
+    groups.mpu = replica_state
+
+    def restore() -> None:
+        if groups.mpu is replica_state:
+            groups.mpu, groups.mesh_device = before
+
+    patches.on_undo(restore)
 
 
 _known: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()

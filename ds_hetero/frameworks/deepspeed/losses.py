@@ -6,12 +6,6 @@ a convention (`ds_hetero.runtime.loss.CONVENTIONS`): the one that ``"loss"`` in 
 at each other's losses and refuse what contradicts the convention: the recipe gives all ranks of a replica one value,
 the others each its own.
 
-DeepSpeed's fused loss over tiles of the logits, which cannot know the scale of a shard's loss: it is refused.
-
-`TiledFusedLogitsLoss` runs the backward of the LM head inside its forward, as if the gradient of the loss were 1. On a
-shard it is what the engine's average needs, known when the loss of all ranks is put together. So the gradient of the
-head alone would be of another scale than those of all other layers, by how many labels a rank has.
-
 Several backwards for one optimizer step: exact by ZeRO 0 and 3, refused where ZeRO 1 and 2 would drop gradients.
 
 ZeRO 1 and 2 put the gradients of the backward that ends an accumulation in the place of those that the optimizer is to
@@ -22,21 +16,17 @@ accumulates.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 from torch import Tensor
 
 from ds_hetero.engine.adapters import SplitModel
-from ds_hetero.engine.patching import Function
-from ds_hetero.engine.registry import Registry
 from ds_hetero.engine.whole_model import WholeModel
-from ds_hetero.errors import BatchError, ConfigError, ModelError, StepError
+from ds_hetero.errors import BatchError, ConfigError, StepError
 from ds_hetero.frameworks.deepspeed.protocols import Engine
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.loss_units import expect_declared
@@ -166,28 +156,6 @@ def _all_alike(values: Sequence[float], same: float) -> bool:
     if len(known) != len(values):
         return not known
     return max(known) - min(known) <= same * max(abs(value) for value in known)
-
-
-def install_tiled_loss(registry: Registry) -> None:
-    """Let `TiledFusedLogitsLoss` refuse shards."""
-    registry.patches.replace(TiledFusedLogitsLoss, "forward", lambda stock: _refusing_shards(registry, stock))
-
-
-def _refusing_shards(registry: Registry, stock: staticmethod[..., object]) -> object:
-    function: Function = stock.__func__
-
-    @functools.wraps(function)
-    def forward(*args: object, **kwargs: object) -> object:
-        if any(p.model.takes_shards and p.model.replica.sp_size > 1 for p in registry.in_training):
-            raise ModelError(
-                "TiledFusedLogitsLoss gives the LM head a gradient of another scale than all other layers where a "
-                "sequence is split: it runs the head's backward before the loss of all ranks is known. Use DeepSpeed's "
-                "sequence_tiled_compute on a function that makes logits and loss, which tiles them alike and runs the "
-                "backward at its time; or have the model return logits, for handle.loss."
-            )
-        return function(*args, **kwargs)
-
-    return staticmethod(forward)
 
 
 class BackwardsOfStep:

@@ -80,7 +80,7 @@ def _read_the_table(rank: int) -> tuple[dict[str, list[str]], dict[str, list[str
 
 
 def test_the_first_hook_of_a_method_is_the_outermost_and_all_can_be_taken_off() -> None:
-    from ds_hetero.frameworks.deepspeed.hooks import EngineHooks, Hook, HookedEngine, HookRow
+    from ds_hetero.frameworks.deepspeed.installer import EngineHooks, Hook, HookedEngine, HookRow
 
     calls: list[str] = []
 
@@ -129,4 +129,4 @@ def test_no_other_file_replaces_a_method_of_an_engine() -> None:
     }
     setting = {path.name for path in root.rglob("*.py") if "setattr(hooked.engine" in path.read_text()}
     assert not replaced
-    assert setting == {"hooks.py"}
+    assert setting == {"installer.py"}

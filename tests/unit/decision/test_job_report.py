@@ -7,7 +7,8 @@ import pytest
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload
 from ds_hetero.decision.decide import forecast
-from ds_hetero.decision.start_text import forecast_text, plan_text
+from ds_hetero.decision.start_text import forecast_text
+from ds_hetero.job.start import plan_text
 from ds_hetero.models import load_model
 from ds_hetero.values.baselines import ring, ulysses
 from ds_hetero.values.plans import Plan

@@ -10,7 +10,7 @@ import torch
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cluster.catalogue import UNMEASURED_ERROR
 from ds_hetero.cost import Workload
-from ds_hetero.decision.decide import forecast
+from ds_hetero.decision.decide import JobStart, forecast
 from ds_hetero.job.documents import DocumentAdvice, agree_on_placer
 from ds_hetero.job.start import World
 from ds_hetero.models.shapes import ModelSpec
@@ -116,4 +116,6 @@ def test_documents_are_placed_by_default_with_the_error_of_the_devices_and_memor
     ids=["devices are not known", "the schedule may change"],
 )
 def test_batches_are_cut_by_their_length_by_default_where(section, forecasts):
-    assert agree_on_placer(World(0, 1), start_of(section, forecasts), 0) is None
+    facts = start_of(section)
+    assert not JobStart(facts=facts, plan=None, is_predicted=bool(forecasts)).places_by_default
+    assert JobStart(facts=start_of({}), plan=None, is_predicted=True).places_by_default

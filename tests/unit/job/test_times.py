@@ -10,7 +10,7 @@ import pytest
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.job.times import SHARES, JobTimes, RankTimes, RankUnitCosts, observation_of
-from ds_hetero.job.times_text import events, times_table, utilizations
+from ds_hetero.job.times import events, times_table, utilizations
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
 from ds_hetero.planner.replan.planned import PlannedEstimates

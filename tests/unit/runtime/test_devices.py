@@ -10,8 +10,8 @@ import torch
 
 from ds_hetero.decision.facts import JobFacts, ModelFacts, TrainingFacts
 from ds_hetero.errors import ConfigError
-from ds_hetero.job import capabilities, start
-from ds_hetero.job.capabilities import capability_lines, expect_known_devices, own_capabilities, requested_kernel
+from ds_hetero.job import start
+from ds_hetero.job.start import capability_lines, expect_known_devices, own_capabilities, requested_kernel
 from ds_hetero.runtime.devices import default_device, default_dtype, has_native_bf16
 from ds_hetero.values.section import KernelWish, read_section
 
@@ -85,7 +85,7 @@ def test_ranks_that_are_unlike_are_told_with_what_each_can() -> None:
 def test_a_kernel_is_named_by_rank_or_by_a_part_of_the_devices_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requested_kernel("torch", 3) == "torch"
     assert [requested_kernel(["torch", None], rank) for rank in range(2)] == ["torch", None]
-    monkeypatch.setattr(capabilities, "device_name", lambda: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(start, "device_name", lambda: "Tesla V100-SXM2-16GB")
     assert requested_kernel({"v100": "torch", "A100": "flash_attn"}, 0) == "torch"
     assert requested_kernel({"A100": "flash_attn"}, 0) is None
     expect_known_devices({"V100": "torch"}, ["Tesla V100-SXM2-16GB", "CPU"])
@@ -101,7 +101,7 @@ def test_a_kernel_is_named_by_rank_or_by_a_part_of_the_devices_name(monkeypatch:
 def test_a_kernel_that_is_named_twice_or_not_at_all_is_refused(
     monkeypatch: pytest.MonkeyPatch, wish: KernelWish, said: str
 ) -> None:
-    monkeypatch.setattr(capabilities, "device_name", lambda: "Tesla V100-SXM2-16GB")
+    monkeypatch.setattr(start, "device_name", lambda: "Tesla V100-SXM2-16GB")
     with pytest.raises(ConfigError, match=said):
         requested_kernel(wish, 1)
 

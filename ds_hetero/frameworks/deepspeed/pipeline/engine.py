@@ -32,8 +32,7 @@ from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.engine.ds_config import read_training_facts
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed import elastic
-from ds_hetero.frameworks.deepspeed.hooks import HookedEngine
-from ds_hetero.frameworks.deepspeed.installer import Installer
+from ds_hetero.frameworks.deepspeed.installer import HookedEngine, Installer
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import LoneRank, LoneWorker, clipping_of, lone_configuration
@@ -49,11 +48,10 @@ from ds_hetero.frameworks.deepspeed.pipeline.optimizer import (
     synchronizer_of,
 )
 from ds_hetero.frameworks.deepspeed.protocols import Engine
-from ds_hetero.job.capabilities import requested_kernel
 from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.job.replanning import Replanning
 from ds_hetero.job.searches import LayerSearch
-from ds_hetero.job.start import World, agree_on_facts, announce_start, start_job
+from ds_hetero.job.start import World, agree_on_facts, announce_start, requested_kernel, start_job
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.watch import waiting_for_peers
@@ -131,7 +129,7 @@ class PipelineInstaller(Installer):
         boundaries = make_boundary_groups(self._plan, made)
         built = self._build(stage, named)
         engine = built[0]
-        stage.elastic = elastic.prepare(engine, self._start, described)
+        stage.elastic = self._keep_in_memory(engine, self._start, described)
         runner = None
         if self._stage is not None:
             neighbours = neighbours_of(self._plan, self._rank, boundaries, default_device())

@@ -17,7 +17,7 @@ from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.engine.arguments import refusals
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import BatchError
-from ds_hetero.frameworks.deepspeed.hooks import HookedEngine
+from ds_hetero.frameworks.deepspeed.installer import HookedEngine
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.pipeline.batches import StageBatch, micro_batches, of_at_most, samples_of_step

@@ -9,15 +9,12 @@ on every rank; nothing is split over the sequence on that account.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from torch.distributed import ProcessGroup
 
 from ds_hetero.engine.ds_config import DsConfig
-from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.deepspeed.installer import BATCH_SIZES
+from ds_hetero.frameworks.deepspeed.installer import BATCH_SIZES, OneWorker
 from ds_hetero.frameworks.deepspeed.protocols import State
 from ds_hetero.runtime.replica import ProcessGroups
 
@@ -81,34 +78,5 @@ def lone_configuration(ds_config: DsConfig, samples: int) -> State:
     return {**kept, **batches, "zero_optimization": {"stage": 0}, GRADIENT_CLIPPING: 0.0}
 
 
-class OneWorker:
-    """An mpu whose sequence-parallel group is the whole job."""
-
-    def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
-        """Groups exist already."""
-        raise ConfigError("the groups of the pipelines are made by ds_hetero; do not initialize them again.")
-
-    def get_sequence_parallel_group(self) -> Any:
-        """All ranks."""
-        return dist.group.WORLD
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """Ranks of the job."""
-        return dist.get_world_size()
-
-    def get_sequence_parallel_rank(self) -> int:
-        """This rank."""
-        return dist.get_rank()
-
-
 class LoneWorker(OneWorker, LoneRank):
     """The answers of `deepspeed.utils.groups` once the engine has been built: a lone rank, and one worker."""
-
-
-def expect_one_worker(size: int) -> None:
-    """Refuse another sequence-parallel size than the number of all ranks. Raises `ConfigError`: it names both."""
-    if size != dist.get_world_size():
-        raise ConfigError(
-            f"a plan of pipelines takes all {dist.get_world_size()} ranks as one worker, whose batch is the global "
-            f"one, but the sequence-parallel size is {size}. Set sp_size to {dist.get_world_size()}."
-        )

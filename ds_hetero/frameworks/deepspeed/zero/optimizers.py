@@ -5,7 +5,7 @@
         engine, *_ = deepspeed.initialize(...)
     checkpoints = stage3_checkpoints(engine)
 
-Nothing of DeepSpeed stays replaced after that.
+Nothing of DeepSpeed stays replaced after that but what `install` has replaced, until a handle is undone.
 """
 
 from __future__ import annotations
@@ -19,19 +19,28 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed
 import deepspeed.runtime.engine as engine_module
-import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
 
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.engine.ds_config import DsConfig, read_training_facts
 from ds_hetero.engine.patching import Function, Patches
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.deepspeed.protocols import Content, Engine
+from ds_hetero.frameworks.deepspeed.protocols import Content, Engine, ZeroParameter
 from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes
-from ds_hetero.frameworks.deepspeed.zero.stage3 import check_nodes, check_stage3, make_stage3_optimizer
+from ds_hetero.frameworks.deepspeed.zero.stage3 import (
+    check_nodes,
+    check_stage3,
+    is_weighted,
+    make_stage3_optimizer,
+    shard_of,
+)
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
 from ds_hetero.runtime.collectives import on_all_ranks
@@ -39,6 +48,58 @@ from ds_hetero.sharding.zero_partition import check_weights, is_even, node_sizes
 from ds_hetero.values.section import SECTION
 
 logger = logging.getLogger(__name__)
+
+
+def install(patches: Patches) -> None:
+    """Let DeepSpeed detach flat parameters, and gather and partition weighted ones as we do."""
+    patches.replace(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", _detaching)
+    patches.replace(deepspeed.zero.Init, "_all_gather", _gathering)
+    patches.replace(deepspeed.zero.Init, "_partition_param", _writing_back)
+
+
+def _detaching(stock: Function) -> Function:
+    """For ``flatten_dense_tensors_aligned``: DeepSpeed 0.18.7 to 0.18.9 leave flat parameters in the graph.
+
+    Its parts are views, which torch does not let be written in place, so that on CPUs the first step fails.
+    """
+
+    @functools.wraps(stock)
+    def flatten(*args: object, **kwargs: object) -> Tensor:
+        flat: Tensor = stock(*args, **kwargs)
+        return flat.detach()
+
+    return flatten
+
+
+def _gathering(stock: Function) -> Function:
+    """For `Init._all_gather`: weighted parameters are gathered here, others by DeepSpeed."""
+
+    @functools.wraps(stock)
+    def all_gather(init: object, param_list: Sequence[ZeroParameter], *args: object, **kwargs: object) -> object:
+        others = [param for param in param_list if not is_weighted(param)]
+        missing = [
+            param for param in param_list if is_weighted(param) and param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        ]
+        if missing:
+            missing[0].all_gather_coalesced(missing).wait()
+        return stock(init, others, *args, **kwargs)
+
+    return all_gather
+
+
+def _writing_back(stock: Function) -> Function:
+    """For `Init._partition_param`: a whole parameter that was changed is written to its weighted shard."""
+
+    @functools.wraps(stock)
+    def partition_param(
+        init: object, param: ZeroParameter, *args: object, has_been_updated: bool = False, **kwargs: object
+    ) -> object:
+        if is_weighted(param) and has_been_updated and param.ds_status is ZeroParamStatus.AVAILABLE:
+            param.ds_tensor.data.copy_(shard_of(param, param.data))
+            has_been_updated = False  # what is left to do is to free the whole
+        return stock(init, param, *args, has_been_updated=has_been_updated, **kwargs)
+
+    return partition_param
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +129,7 @@ OPTIMIZERS: dict[int, Replacement] = {1: _STAGES_1_AND_2, 2: _STAGES_1_AND_2, 3:
 
 
 def agree_on_owners(
-    start: JobStart, ds_config: DsConfig, model: torch.nn.Module, optimizer: Any
+    start: JobStart, ds_config: DsConfig, model: nn.Module, optimizer: Any
 ) -> tuple[tuple[float, ...], Nodes | None]:
     """One weight per rank, and the nodes of which each owns all, if any. Raises `ConfigError` on every rank.
 
@@ -105,7 +166,7 @@ def _weights_of(start: JobStart, world_size: int) -> tuple[float, ...]:
 
 
 def expect_possible(
-    ds_config: DsConfig, weights: Sequence[float], model: torch.nn.Module | None, optimizer: Any = None
+    ds_config: DsConfig, weights: Sequence[float], model: nn.Module | None, optimizer: Any = None
 ) -> None:
     """Refuse settings that rule out unequal partitions. Raises `ConfigError`: names them.
 

@@ -9,7 +9,6 @@ partitions and the communication are DeepSpeed's own.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from deepspeed.utils import link_hp_params
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_hetero.engine.patching import Function
 from ds_hetero.frameworks.deepspeed.protocols import State
 from ds_hetero.frameworks.deepspeed.zero import stage12_checkpoint
 from ds_hetero.frameworks.deepspeed.zero.stage12_checkpoint import RestoredGroup
@@ -213,20 +211,6 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         finally:
             self.param_names = names
             del self.groups_or_nothing
-
-
-def detaching(stock: Function) -> Function:
-    """For ``flatten_dense_tensors_aligned``: DeepSpeed 0.18.7 to 0.18.9 leave flat parameters in the graph.
-
-    Its parts are views, which torch does not let be written in place, so that on CPUs the first step fails.
-    """
-
-    @functools.wraps(stock)
-    def flatten(*args: object, **kwargs: object) -> Tensor:
-        flat: Tensor = stock(*args, **kwargs)
-        return flat.detach()
-
-    return flatten
 
 
 class _Nothing:

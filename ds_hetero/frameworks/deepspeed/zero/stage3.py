@@ -42,7 +42,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ds_hetero.engine.ds_config import DsConfig
-from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError, ConfigError
 from ds_hetero.frameworks.deepspeed.in_memory import read_part
 from ds_hetero.frameworks.deepspeed.names import WHOLE
@@ -143,37 +142,6 @@ def parameter_moves(numel: int, source: Split, target: Split, part: int) -> tupl
     """How to put ``part`` of the cut ``target`` of a parameter together from the parts of the cut ``source``."""
     before, after = (FlatGroup(starts=(0,), sizes=(numel,), cut=cut) for cut in (source, target))
     return moves(before, after, part)
-
-
-def gathering(stock: Function) -> Function:
-    """For `Init._all_gather`: weighted parameters are gathered here, others by DeepSpeed."""
-
-    @functools.wraps(stock)
-    def all_gather(init: object, param_list: Sequence[ZeroParameter], *args: object, **kwargs: object) -> object:
-        others = [param for param in param_list if not is_weighted(param)]
-        missing = [
-            param for param in param_list if is_weighted(param) and param.ds_status == ZeroParamStatus.NOT_AVAILABLE
-        ]
-        if missing:
-            missing[0].all_gather_coalesced(missing).wait()
-        return stock(init, others, *args, **kwargs)
-
-    return all_gather
-
-
-def writing_back(stock: Function) -> Function:
-    """For `Init._partition_param`: a whole parameter that was changed is written to its weighted shard."""
-
-    @functools.wraps(stock)
-    def partition_param(
-        init: object, param: ZeroParameter, *args: object, has_been_updated: bool = False, **kwargs: object
-    ) -> object:
-        if is_weighted(param) and has_been_updated and param.ds_status is ZeroParamStatus.AVAILABLE:
-            param.ds_tensor.data.copy_(shard_of(param, param.data))
-            has_been_updated = False  # what is left to do is to free the whole
-        return stock(init, param, *args, has_been_updated=has_been_updated, **kwargs)
-
-    return partition_param
 
 
 def all_gather_shards(shards: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup) -> Gathering:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ds_hetero.common import extras
+from ds_hetero.engine.process import COMPARED, HOST_VARIABLES, expect_same_environment, own_environment
 from ds_hetero.errors import ConfigError
-from ds_hetero.job.capabilities import COMPARED, MAY_DIFFER, expect_same_environment, own_environment
 
 
 def test_variables_that_change_results_or_hang_are_compared_and_those_of_a_host_are_not() -> None:
-    variables = dict.fromkeys((*COMPARED, *MAY_DIFFER, "NCCL_ALGO", "TORCH_NCCL_BLOCKING_WAIT", "HOME"), "1")
+    variables = dict.fromkeys((*COMPARED, *HOST_VARIABLES, "NCCL_ALGO", "TORCH_NCCL_BLOCKING_WAIT", "HOME"), "1")
     seen = own_environment({**variables, "OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth0", "DS_HETERO_X": "1"})
     names = {name.rpartition(" ")[2] for name in seen if name.startswith("environment variable")}
     assert names == {*COMPARED, "NCCL_ALGO", "TORCH_NCCL_BLOCKING_WAIT", "DS_HETERO_X"}
