@@ -41,17 +41,19 @@ from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed import hooks as split
-from ds_hetero.frameworks.deepspeed.elastic import save_after_step
+from ds_hetero.frameworks.deepspeed.elastic import ElasticEngine
 from ds_hetero.frameworks.deepspeed.hooks import (
     EngineHooks,
     HookedEngine,
     HookRow,
     SplitEngine,
+    after,
+    after_optimizer_step,
+    before,
     recording,
     refuse_batch_sizes,
-    report_times,
-    time_step,
     waiting,
+    within,
 )
 from ds_hetero.frameworks.deepspeed.installer import (
     Installer,
@@ -62,19 +64,22 @@ from ds_hetero.frameworks.deepspeed.installer import (
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys, unknown_keys
 from ds_hetero.frameworks.deepspeed.loading import load_any_layout, raise_on_all_ranks
 from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling, install_tiled_loss
+from ds_hetero.frameworks.deepspeed.mpu import SequenceMpu, mpu_of_replica
 from ds_hetero.frameworks.deepspeed.names import COLLECTIVES, HANDLES
 from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import frozen_state, load_any_plan, save_pipelines
 from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine, expect_passes, keep_books, run_passes
 from ds_hetero.frameworks.deepspeed.protocols import Arguments
 from ds_hetero.frameworks.deepspeed.saving import copy_script_last
-from ds_hetero.frameworks.deepspeed.ulysses import SequenceParallelState, Ulysses, size_in_configuration
+from ds_hetero.frameworks.deepspeed.ulysses import Ulysses, size_in_configuration
 from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3, stage12
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
+from ds_hetero.frameworks.wrapping import around
+from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.job.start import World
 from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP
 from ds_hetero.runtime.peers.watch import waiting_for_peers
-from ds_hetero.runtime.step_clock import IDLE, running_clock
+from ds_hetero.runtime.step_clock import IDLE, StepClock, running_clock
 from ds_hetero.values.section import SECTION, expect_section_name
 
 
@@ -82,55 +87,54 @@ def install(registry: Registry) -> None:
     """Replace registration, loader adapter, `deepspeed.initialize` and how ZeRO-3 gathers; time collectives."""
     replace = registry.patches.replace
     ulysses = Ulysses(registry)
-    replace(ulysses_sp.UlyssesSPAttentionHF, "register_with_transformers", ulysses.registration)
-    replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", ulysses.adapter)
-    replace(deepspeed, "initialize", lambda stock: _initializing(registry, ulysses, stock))
+    registering = around(ulysses.register)
+    replace(
+        ulysses_sp.UlyssesSPAttentionHF,
+        "register_with_transformers",
+        lambda stock: classmethod(registering(stock.__func__)),
+    )
+    replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", around(ulysses.adapt))
+    replace(deepspeed, "initialize", around(_initialize, registry, ulysses))
     install_tiled_loss(registry)
-    replace(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", stage12.detaching)
-    replace(deepspeed.zero.Init, "_all_gather", stage3.gathering)
-    replace(deepspeed.zero.Init, "_partition_param", stage3.writing_back)
+    replace(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", around(stage12.flatten_detached))
+    replace(deepspeed.zero.Init, "_all_gather", around(stage3.gather_weighted))
+    replace(deepspeed.zero.Init, "_partition_param", around(stage3.write_back))
     for name in COLLECTIVES:
         replace(TorchBackend, name, _timed)
     for name in HANDLES:
         replace(getattr(partition_parameters, name), "wait", _timed)
 
 
-def _initializing(registry: Registry, ulysses: Ulysses, stock: Function) -> Function:
+def _initialize(registry: Registry, ulysses: Ulysses, stock: Function, *args: object, **kwargs: object) -> object:
     """With a section the model is converted and the engine built without sequence parallelism."""
-    signature = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def initialize(*args: object, **kwargs: object) -> object:
-        given = dict(signature.bind(*args, **kwargs).arguments)
-        ds_config = _agreed_configuration(given)
-        pending = ulysses.take_pending()
-        if ds_config is None or not enabled(ds_config):
-            expect_section_name(ds_config or {})
-            if pending is not None and pending.error is not None:
-                raise pending.error
-            elastic.refuse_other_engines(f'an engine without a "{SECTION}" section')
-            registry.note_unsplit(given.get("model"))
-            return stock(*args, **kwargs)
-        if pending is not None:
-            pending.cancel()
-        if World.current().rank == 0 and (unknown := unknown_keys(ds_config)):
-            announce(
-                f"no release of DeepSpeed that was tried reads {listed(unknown)} of ds_config.json: what it does to "
-                "training on unequal ranks is not known"
-            )
-        try:
-            request = registry.request_of(ds_config)
-            installer = PipelineInstaller if request.is_of_pipelines else EngineInstaller
-            hooked, built = installer(registry, stock, given, ds_config).install()
-            registry.patches.on_undo(EngineHooks(hooked, HOOKS).take_off)
-            if hooked.elastic is not None:
-                hooked.monitor.keep_events(hooked.elastic.events)
-        finally:
-            registry.forget_request()
-        note_engine(built[0])
-        return built
-
-    return initialize
+    given = dict(inspect.signature(stock).bind(*args, **kwargs).arguments)
+    ds_config = _agreed_configuration(given)
+    pending = ulysses.take_pending()
+    if ds_config is None or not enabled(ds_config):
+        expect_section_name(ds_config or {})
+        if pending is not None and pending.error is not None:
+            raise pending.error
+        elastic.refuse_other_engines(f'an engine without a "{SECTION}" section')
+        registry.note_unsplit(given.get("model"))
+        return stock(*args, **kwargs)
+    if pending is not None:
+        pending.cancel()
+    if World.current().rank == 0 and (unknown := unknown_keys(ds_config)):
+        announce(
+            f"no release of DeepSpeed that was tried reads {listed(unknown)} of ds_config.json: what it does to "
+            "training on unequal ranks is not known"
+        )
+    try:
+        request = registry.request_of(ds_config)
+        installer = PipelineInstaller if request.is_of_pipelines else EngineInstaller
+        hooked, built = installer(registry, stock, given, ds_config).install()
+        registry.patches.on_undo(EngineHooks(hooked, HOOKS).take_off)
+        if hooked.elastic is not None:
+            hooked.monitor.keep_events(hooked.elastic.events)
+    finally:
+        registry.forget_request()
+    note_engine(built[0])
+    return built
 
 
 class EngineInstaller(Installer):
@@ -143,10 +147,10 @@ class EngineInstaller(Installer):
         _expect_supported(model, ds_config)
         sizes = {
             **size_in_configuration(ds_config),
-            **_size_of_mesh(given),
-            **_size_of_mpu(given.get("mpu")),
+            "mesh_param of deepspeed.initialize": given["mesh_param"][1] if given.get("mesh_param") else None,
+            "the mpu given to deepspeed.initialize": _size_of_mpu(given.get("mpu")),
             "sp_size of accelerate's ParallelismConfig": self._registry.adapters.processes.size_of_accelerate(),
-            **_size_of_batches(ds_config),
+            **({f'"{SECTION}.batch", which splits no sequence,': 1} if says_batches(ds_config) else {}),
         }
         prepared = self._registry.prepare(model, ds_config, sizes)
         built = self._build(prepared, sp_size_of(sizes))
@@ -179,7 +183,7 @@ class EngineInstaller(Installer):
         )
         if prepared.start.facts.training.zero_stage == 3:
             stage3.gather_experts_at_once(self._registry.adapters.models.containers_of_experts(prepared.model.model))
-        replica_state = SequenceParallelState(replica, sp_size)
+        replica_state = mpu_of_replica(replica, sp_size)
         with (
             _sequence_parallelism_hidden(replica_state, self._registry),
             optimizers.optimizers_in_place(config, weights, nodes),
@@ -213,21 +217,10 @@ def _agreed_configuration(given: Arguments) -> DsConfig | None:
     return ds_config
 
 
-def _size_of_mesh(given: Arguments) -> dict[str, int | None]:
-    mesh = given.get("mesh_param")
-    return {"mesh_param of deepspeed.initialize": mesh[1] if mesh else None}
-
-
-def _size_of_batches(ds_config: Mapping[str, Any]) -> dict[str, int | None]:
-    return {f'"{SECTION}.batch", which splits no sequence,': 1} if says_batches(ds_config) else {}
-
-
-def _size_of_mpu(mpu: Any) -> dict[str, int | None]:
-    if isinstance(mpu, SequenceParallelState):
-        size = mpu.size_given
-    else:
-        size = mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else None
-    return {"the mpu given to deepspeed.initialize": size}
+def _size_of_mpu(mpu: Any) -> int | None:
+    if isinstance(mpu, SequenceMpu):
+        return mpu.size_given
+    return mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else None
 
 
 def _expect_supported(model: object, ds_config: DsConfig) -> None:
@@ -248,7 +241,7 @@ def _init_distributed(given: Arguments) -> None:
 
 
 @contextlib.contextmanager
-def _sequence_parallelism_hidden(replica_state: SequenceParallelState, registry: Registry) -> Iterator[None]:
+def _sequence_parallelism_hidden(replica_state: SequenceMpu, registry: Registry) -> Iterator[None]:
     """Let `groups` know no sequence parallelism inside, where an engine is built, and the replica's afterwards."""
     before = groups.mpu, groups.mesh_device
     groups.mpu = groups.mesh_device = None
@@ -284,47 +277,47 @@ HOOKS = (
     HookRow("forward", waiting("running the passes of a step"), PipelinedEngine),
     HookRow("forward", run_passes, PipelinedEngine),
     HookRow("forward", split.find_unit, SplitEngine),
-    HookRow("forward", split.record_common_forward, SplitEngine),
-    HookRow("forward", split.time_forward, SplitEngine),
+    HookRow("forward", within(split.record_common_forward), SplitEngine),
+    HookRow("forward", within(split.time_forward), SplitEngine),
     HookRow("forward", waiting("running a forward"), SplitEngine),
     HookRow("backward", recording(BACKWARD)),
     HookRow("backward", keep_books, PipelinedEngine),
-    HookRow("backward", split.time_backward, SplitEngine),
+    HookRow("backward", within(split.time_backward), SplitEngine),
     HookRow("backward", waiting("running a backward"), SplitEngine),
     HookRow("backward", split.scale_loss, SplitEngine),
-    HookRow("_backward_prologue", split.begin_backward, SplitEngine),
-    HookRow("_backward_epilogue", split.end_backward, SplitEngine),
-    HookRow("step", save_after_step, part="elastic"),
+    HookRow("_backward_prologue", before(BackwardsOfStep.begin), SplitEngine, "backwards"),
+    HookRow("_backward_epilogue", before(StepClock.note_gradients), SplitEngine, "clock"),
+    HookRow("_backward_epilogue", after(BackwardsOfStep.end), SplitEngine, "backwards"),
+    HookRow("step", ElasticEngine.around_step, part="elastic"),
     HookRow("step", recording(STEP)),
-    HookRow("step", time_step),
-    HookRow("step", split.record_step, SplitEngine),
+    HookRow("step", after_optimizer_step(split.take_times)),
+    HookRow("step", within(split.time_step)),
+    HookRow("step", after_optimizer_step(split.record_step), SplitEngine),
     HookRow("step", waiting("running the engine's step")),
-    HookRow("step", expect_passes, PipelinedEngine),
-    HookRow("step", split.expect_scaled_loss, SplitEngine),
-    HookRow("step", split.forget_backwards, SplitEngine),
-    HookRow("zero_grad", split.forget_backwards, SplitEngine),
-    HookRow("destroy", report_times),
-    HookRow("destroy", split.report_prediction, SplitEngine),
-    HookRow("set_train_batch_size", refuse_batch_sizes),
-    HookRow("set_train_micro_batch_size", refuse_batch_sizes),
+    HookRow("step", before(expect_passes), PipelinedEngine),
+    HookRow("step", before(LossScaling.expect_scaled), SplitEngine, "scaling"),
+    HookRow("step", after(BackwardsOfStep.forget), SplitEngine, "backwards"),
+    HookRow("zero_grad", after(BackwardsOfStep.forget), SplitEngine, "backwards"),
+    HookRow("destroy", before(StepMonitor.report), part="monitor"),
+    HookRow("destroy", before(split.report_prediction), SplitEngine),
+    HookRow("set_train_batch_size", before(refuse_batch_sizes)),
+    HookRow("set_train_micro_batch_size", before(refuse_batch_sizes)),
     HookRow("save_checkpoint", recording(SAVE)),
     HookRow("save_checkpoint", waiting("saving a checkpoint")),
     HookRow("save_checkpoint", save_pipelines, PipelinedEngine),
     HookRow("save_checkpoint", split.save_checkpoint, SplitEngine),
-    HookRow("_copy_recovery_script", split.of_engine_alone(copy_script_last), SplitEngine),
+    HookRow("_copy_recovery_script", copy_script_last, SplitEngine, "engine"),
     HookRow("module_state_dict", frozen_state, PipelinedEngine),
     HookRow("load_checkpoint", waiting("loading a checkpoint"), PipelinedEngine),
     HookRow("load_checkpoint", load_any_plan, PipelinedEngine),
     HookRow("_load_checkpoint", waiting("loading a checkpoint"), SplitEngine),
     HookRow("_load_checkpoint", split.load_checkpoint, SplitEngine),
-    HookRow("_load_checkpoint", split.of_engine_alone(raise_on_all_ranks), SplitEngine),
-    HookRow("_load_checkpoint", split.of_stage3_alone(Stage3Checkpoints.examine), SplitEngine, "stage3"),
-    HookRow("_load_zero_checkpoint", split.of_engine_alone(load_any_layout), SplitEngine),
-    HookRow("_load_zero_checkpoint", split.of_stage3_alone(Stage3Checkpoints.load_state), SplitEngine, "stage3"),
-    HookRow(
-        "load_module_state_dict", split.of_stage3_alone(Stage3Checkpoints.load_frozen_parameters), SplitEngine, "stage3"
-    ),
-    HookRow("_get_all_ckpt_names", split.of_stage3_alone(Stage3Checkpoints.list_model_files), SplitEngine, "stage3"),
-    HookRow("_get_param_fragment_func", split.of_stage3_alone(Stage3Checkpoints.equal_shard), SplitEngine, "stage3"),
+    HookRow("_load_checkpoint", raise_on_all_ranks, SplitEngine, "engine"),
+    HookRow("_load_checkpoint", Stage3Checkpoints.examine, SplitEngine, "stage3"),
+    HookRow("_load_zero_checkpoint", load_any_layout, SplitEngine, "engine"),
+    HookRow("_load_zero_checkpoint", Stage3Checkpoints.load_state, SplitEngine, "stage3"),
+    HookRow("load_module_state_dict", Stage3Checkpoints.load_frozen_parameters, SplitEngine, "stage3"),
+    HookRow("_get_all_ckpt_names", Stage3Checkpoints.list_model_files, SplitEngine, "stage3"),
+    HookRow("_get_param_fragment_func", Stage3Checkpoints.equal_shard, SplitEngine, "stage3"),
 )
 """Of one method outermost first."""

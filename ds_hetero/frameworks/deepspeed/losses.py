@@ -22,7 +22,6 @@ accumulates.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +37,7 @@ from ds_hetero.engine.registry import Registry
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import BatchError, ConfigError, ModelError, StepError
 from ds_hetero.frameworks.deepspeed.protocols import Engine
+from ds_hetero.frameworks.wrapping import around
 from ds_hetero.runtime.collectives import message_device
 from ds_hetero.runtime.data.loss_units import expect_declared
 from ds_hetero.runtime.data.shard_info import shard_info
@@ -170,24 +170,19 @@ def _all_alike(values: Sequence[float], same: float) -> bool:
 
 def install_tiled_loss(registry: Registry) -> None:
     """Let `TiledFusedLogitsLoss` refuse shards."""
-    registry.patches.replace(TiledFusedLogitsLoss, "forward", lambda stock: _refusing_shards(registry, stock))
+    refusing = around(_refuse_shards, registry)
+    registry.patches.replace(TiledFusedLogitsLoss, "forward", lambda stock: staticmethod(refusing(stock.__func__)))
 
 
-def _refusing_shards(registry: Registry, stock: staticmethod[..., object]) -> object:
-    function: Function = stock.__func__
-
-    @functools.wraps(function)
-    def forward(*args: object, **kwargs: object) -> object:
-        if any(p.model.takes_shards and p.model.replica.sp_size > 1 for p in registry.in_training):
-            raise ModelError(
-                "TiledFusedLogitsLoss gives the LM head a gradient of another scale than all other layers where a "
-                "sequence is split: it runs the head's backward before the loss of all ranks is known. Use DeepSpeed's "
-                "sequence_tiled_compute on a function that makes logits and loss, which tiles them alike and runs the "
-                "backward at its time; or have the model return logits, for handle.loss."
-            )
-        return function(*args, **kwargs)
-
-    return staticmethod(forward)
+def _refuse_shards(registry: Registry, stock: Function, *args: object, **kwargs: object) -> object:
+    if any(p.model.takes_shards and p.model.replica.sp_size > 1 for p in registry.in_training):
+        raise ModelError(
+            "TiledFusedLogitsLoss gives the LM head a gradient of another scale than all other layers where a "
+            "sequence is split: it runs the head's backward before the loss of all ranks is known. Use DeepSpeed's "
+            "sequence_tiled_compute on a function that makes logits and loss, which tiles them alike and runs the "
+            "backward at its time; or have the model return logits, for handle.loss."
+        )
+    return stock(*args, **kwargs)
 
 
 class BackwardsOfStep:

@@ -6,7 +6,6 @@ work first, and `Ulysses.take_pending` gives what is to be undone once there tur
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,51 +22,9 @@ from ds_hetero.engine.patching import Function
 from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import OneWorker, expect_one_worker
+from ds_hetero.frameworks.deepspeed.mpu import mpu_of_one_worker, mpu_of_replica
+from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import expect_one_worker
 from ds_hetero.runtime.pipeline.batches import SameBatches
-from ds_hetero.runtime.replica import Replica
-
-
-class SequenceParallelState:
-    """The answers of `deepspeed.utils.groups` and of the mpu that users are given, for one replica.
-
-    ``initialize_sequence_parallel`` marks it, as in DeepSpeed, as an mpu without model parallelism.
-
-    Args:
-        size_given: the sequence-parallel size that the user gave, if any: the number of all ranks where replicas have
-            different sizes.
-    """
-
-    def __init__(self, replica: Replica, size_given: int | None) -> None:
-        self._replica, self.size_given = replica, size_given
-
-    def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
-        """Groups exist already."""
-        raise ConfigError("the sequence-parallel groups were made by ds_hetero; do not initialize them again.")
-
-    def get_sequence_parallel_group(self) -> Any:
-        """All ranks of this replica."""
-        return self._replica.sp_group
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """Ranks of this replica."""
-        return self._replica.sp_size
-
-    def get_sequence_parallel_rank(self) -> int:
-        """This rank's index in its replica."""
-        return self._replica.sp_rank
-
-    def get_sequence_data_parallel_group(self) -> Any:
-        """All ranks: ZeRO partitions over them."""
-        return dist.group.WORLD
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        """Ranks of the job."""
-        return dist.get_world_size()
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        """This rank."""
-        return dist.get_rank()
 
 
 @dataclass
@@ -102,35 +59,28 @@ class Ulysses:
         pending, self._pending = self._pending, None
         return pending
 
-    def registration(self, original: Any) -> Any:
-        """Replace ``UlyssesSPAttentionHF.register_with_transformers``.
+    def register(self, stock: Function, cls: type, *args: Any, **kwargs: Any) -> object:
+        """In the place of ``UlyssesSPAttentionHF.register_with_transformers``.
 
         With a known section the model is converted; without any, stock runs and may be undone later.
         """
-        stock = original.__func__
-        signature = inspect.signature(stock)
-
-        @functools.wraps(stock)
-        def register_with_transformers(cls: type, *args: Any, **kwargs: Any) -> object:
-            given = signature.bind(cls, *args, **kwargs).arguments
-            ds_config, size = self._registry.ds_config, given["sequence_parallel_size"]
-            if ds_config is None:
-                return self._register_stock(stock, given["core_attn_implementation"], cls, args, kwargs)
-            agree_on_configuration(ds_config)
-            if not enabled(ds_config):
-                return stock(cls, *args, **kwargs)
-            model = given["model_name_or_path"]
-            if self._registry.request_of(ds_config).is_of_pipelines:
-                self._has_pipelines = True
-                expect_one_worker(size)
-                return OneWorker()
-            if isinstance(model, torch.nn.Module):
-                sizes = {"sequence_parallel_size": size, **size_in_configuration(ds_config)}
-                return SequenceParallelState(self._registry.prepare(model, ds_config, sizes).model.replica, size)
-            stock_mpu.initialize_sequence_parallel(size)  # the model is converted when deepspeed.initialize has it
-            return stock_mpu
-
-        return classmethod(register_with_transformers)
+        given = inspect.signature(stock).bind(cls, *args, **kwargs).arguments
+        ds_config, size = self._registry.ds_config, given["sequence_parallel_size"]
+        if ds_config is None:
+            return self._register_stock(stock, given["core_attn_implementation"], cls, args, kwargs)
+        agree_on_configuration(ds_config)
+        if not enabled(ds_config):
+            return stock(cls, *args, **kwargs)
+        model = given["model_name_or_path"]
+        if self._registry.request_of(ds_config).is_of_pipelines:
+            self._has_pipelines = True
+            expect_one_worker(size)
+            return mpu_of_one_worker()
+        if isinstance(model, torch.nn.Module):
+            sizes = {"sequence_parallel_size": size, **size_in_configuration(ds_config)}
+            return mpu_of_replica(self._registry.prepare(model, ds_config, sizes).model.replica, size)
+        stock_mpu.initialize_sequence_parallel(size)  # the model is converted when deepspeed.initialize has it
+        return stock_mpu
 
     def _register_stock(self, stock: Function, core: str, cls: Any, args: Any, kwargs: Any) -> Any:
         self._pending = PendingRegistration(self._registry.adapters.models.keep_attention_function(core))
@@ -142,33 +92,28 @@ class Ulysses:
             self._pending.error = error  # heads that do not divide are no fault if there is a section
             return stock_mpu
 
-    def adapter(self, stock: Function) -> Function:
-        """Replace ``UlyssesSPDataLoaderAdapter.__init__``.
+    def adapt(
+        self, stock: Function, adapter: Any, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any
+    ) -> None:
+        """In the place of ``UlyssesSPDataLoaderAdapter.__init__``.
 
         With a converted model the new object becomes a `ModelLoader`, before it has anything of the adapter's; in a
         loop of sharded calls, a `WholeLoader`.
         """
-
-        @functools.wraps(stock)
-        def init(adapter: Any, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
-            split = self._registry.find_split_by_ranks(dist.get_process_group_ranks(sp_group))
-            if split is None and self._has_pipelines:
-                adapter.__class__ = SameBatches
-                SameBatches.__init__(adapter, dl, torch.device(device), KNOWN_LOADERS)
-                return
-            if split is not None and wanted_results() is not None:
-                adapter.__class__ = WholeLoader
-                WholeLoader.__init__(adapter, dl, torch.device(device), split)
-                return
-            if split is not None:
-                adapter.__class__ = ModelLoader
-                ModelLoader.__init__(adapter, dl, split, torch.device(device))
-                return
+        split = self._registry.find_split_by_ranks(dist.get_process_group_ranks(sp_group))
+        if split is None and self._has_pipelines:
+            adapter.__class__ = SameBatches
+            adapter.__init__(dl, torch.device(device), KNOWN_LOADERS)
+        elif split is not None and wanted_results() is not None:
+            adapter.__class__ = WholeLoader
+            adapter.__init__(dl, torch.device(device), split)
+        elif split is not None:
+            adapter.__class__ = ModelLoader
+            adapter.__init__(dl, split, torch.device(device))
+        else:
             if self._pending is not None:
                 self._pending.adapters += 1
             stock(adapter, dl, sp_rank, sp_group, sp_world_size, device)
-
-        return init
 
 
 def size_in_configuration(ds_config: DsConfig) -> dict[str, int | None]:

@@ -9,63 +9,15 @@ on every rank; nothing is split over the sequence on that account.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
-from torch.distributed import ProcessGroup
 
 from ds_hetero.engine.ds_config import DsConfig
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.installer import BATCH_SIZES
 from ds_hetero.frameworks.deepspeed.protocols import State
-from ds_hetero.runtime.replica import ProcessGroups
 
 _OURS = ("zero_optimization", "bf16", "fp16", "bfloat16", "optimizer", GRADIENT_CLIPPING, "data_types")
-
-
-class LoneRank:
-    """An mpu: data parallelism of one, model parallelism over all ranks.
-
-    Args:
-        groups: made so far, to be used again.
-
-    Caller: every rank of the world makes one, in the same order as whatever else makes process groups.
-    Collectives: one new_group for every rank, and one for all, that ``groups`` does not have.
-    """
-
-    def __init__(self, groups: ProcessGroups) -> None:
-        world_size = dist.get_world_size()
-        self._own = [groups.of([rank]) for rank in range(world_size)][dist.get_rank()]
-        self._all = groups.of(range(world_size))
-
-    def get_data_parallel_world_size(self) -> int:
-        """One."""
-        return 1
-
-    def get_data_parallel_rank(self) -> int:
-        """The only one."""
-        return 0
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        """This rank alone."""
-        return self._own
-
-    def get_model_parallel_world_size(self) -> int:
-        """All ranks of the job."""
-        return dist.get_world_size()
-
-    def get_model_parallel_rank(self) -> int:
-        """This rank."""
-        return dist.get_rank()
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        """All ranks of the job."""
-        return self._all
-
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_group = get_model_parallel_group
 
 
 def clipping_of(ds_config: DsConfig) -> float:
@@ -79,30 +31,6 @@ def lone_configuration(ds_config: DsConfig, samples: int) -> State:
     kept = {key: value for key, value in ds_config.items() if key not in (*_OURS, "sequence_parallel_size")}
     batches = dict(zip(BATCH_SIZES, (samples, samples, 1), strict=True))
     return {**kept, **batches, "zero_optimization": {"stage": 0}, GRADIENT_CLIPPING: 0.0}
-
-
-class OneWorker:
-    """An mpu whose sequence-parallel group is the whole job."""
-
-    def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
-        """Groups exist already."""
-        raise ConfigError("the groups of the pipelines are made by ds_hetero; do not initialize them again.")
-
-    def get_sequence_parallel_group(self) -> Any:
-        """All ranks."""
-        return dist.group.WORLD
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """Ranks of the job."""
-        return dist.get_world_size()
-
-    def get_sequence_parallel_rank(self) -> int:
-        """This rank."""
-        return dist.get_rank()
-
-
-class LoneWorker(OneWorker, LoneRank):
-    """The answers of `deepspeed.utils.groups` once the engine has been built: a lone rank, and one worker."""
 
 
 def expect_one_worker(size: int) -> None:

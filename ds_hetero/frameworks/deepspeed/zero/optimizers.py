@@ -34,6 +34,7 @@ from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes
 from ds_hetero.frameworks.deepspeed.zero.stage3 import check_nodes, check_stage3, make_stage3_optimizer
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
+from ds_hetero.frameworks.wrapping import around
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.sharding.zero_partition import check_weights, is_even, node_sizes
 from ds_hetero.values.section import SECTION
@@ -146,12 +147,12 @@ def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float], nodes: No
     training = read_training_facts(ds_config)
     if ours := OPTIMIZERS.get(training.zero_stage):
         make = functools.partial(ours.make, weights=weights, **({} if nodes is None else {"nodes": nodes}))
-        patches.replace(importlib.import_module(ours.module), ours.name, lambda stock: _choose(stock, make))
+        patches.replace(importlib.import_module(ours.module), ours.name, around(_choose, make))
     in_fp32 = training.accumulates_in_fp32 and training.mixed_precision == "bfloat16"
     if training.zero_stage == 1 and not is_even(weights) and in_fp32:
         # For bf16 parameters and fp32 accumulation DeepSpeed has an optimizer of its own, with equal partitions. The
         # one of all other cases computes the same; both reduce in "communication_data_type", by default bf16.
-        patches.replace(engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", _without_bf16_optimizer)
+        patches.replace(engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", around(_without_bf16_optimizer))
     try:
         yield
     finally:
@@ -165,22 +166,13 @@ def stage3_checkpoints(engine: Engine) -> Stage3Checkpoints | None:
     return Stage3Checkpoints(engine) if ours and has_state else None
 
 
-def _choose(stock: Function, ours: Function) -> Function:
+def _choose(ours: Function, stock: Function, *args: object, **kwargs: object) -> object:
     """Make our optimizer, but DeepSpeed's for experts, whose groups have fewer ranks than there are weights."""
-
-    @functools.wraps(stock)
-    def make(*args: object, **kwargs: object) -> object:
-        if kwargs.get("has_moe_layers"):
-            return stock(*args, **kwargs)
-        return ours(*args, **kwargs)
-
-    return make
+    if kwargs.get("has_moe_layers"):
+        return stock(*args, **kwargs)
+    return ours(*args, **kwargs)
 
 
-def _without_bf16_optimizer(check: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    @functools.wraps(check)
-    def checked(engine: Any, basic_optimizer: Any) -> object:
-        chosen = check(engine, basic_optimizer)
-        return engine_module.ZERO_OPTIMIZATION if chosen == engine_module.BFLOAT16 else chosen
-
-    return checked
+def _without_bf16_optimizer(check: Function, engine: Any, basic_optimizer: Any) -> object:
+    chosen = check(engine, basic_optimizer)
+    return engine_module.ZERO_OPTIMIZATION if chosen == engine_module.BFLOAT16 else chosen

@@ -9,7 +9,6 @@ partitions and the communication are DeepSpeed's own.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,8 +48,6 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         rank: int = dist.get_rank(group=self.real_dp_process_group[group_id])
         return rank
 
-    # --- the cut ------------------------------------------------------------------------------------
-
     def get_data_parallel_partitions(self, tensor: Tensor, group_id: int) -> list[Tensor]:
         """``tensor``, flat, cut for all ranks."""
         return list(torch.split(tensor, list(cut_flat_group(tensor.numel(), self.weights).sizes)))
@@ -84,8 +81,6 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         """The parameters of which a part of a group holds something, in its order, and what it holds."""
         parameters = self.bit16_groups[group_id]
         return [(parameters[part.parameter], part) for part in self.layouts[group_id].fragments(partition_id)]
-
-    # --- where gradients go -------------------------------------------------------------------------
 
     def initialize_gradient_partitioning_data_structures(self) -> None:
         """As DeepSpeed; everything that reads ``partition_size`` from here on means this rank's own."""
@@ -137,8 +132,6 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
                 **({"param_offsets": [at for at, _ in in_flat_order]} if padded else {}),
             )
 
-    # --- updated parameters -------------------------------------------------------------------------
-
     def step(self, *args: object, **kwargs: object) -> None:
         """As DeepSpeed."""
         with _gathering_any_sizes():
@@ -148,8 +141,6 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         """As DeepSpeed: refresh the parameters of all ranks from their owners' fp32 copies."""
         with _gathering_any_sizes():
             super().update_lp_params()
-
-    # --- checkpoints --------------------------------------------------------------------------------
 
     @property
     def group_names(self) -> list[list[str]]:
@@ -215,18 +206,13 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
             del self.groups_or_nothing
 
 
-def detaching(stock: Function) -> Function:
+def flatten_detached(stock: Function, *args: object, **kwargs: object) -> Tensor:
     """For ``flatten_dense_tensors_aligned``: DeepSpeed 0.18.7 to 0.18.9 leave flat parameters in the graph.
 
     Its parts are views, which torch does not let be written in place, so that on CPUs the first step fails.
     """
-
-    @functools.wraps(stock)
-    def flatten(*args: object, **kwargs: object) -> Tensor:
-        flat: Tensor = stock(*args, **kwargs)
-        return flat.detach()
-
-    return flatten
+    flat: Tensor = stock(*args, **kwargs)
+    return flat.detach()
 
 
 class _Nothing:
