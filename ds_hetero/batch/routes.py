@@ -284,8 +284,4 @@ class RoundsOf:
 
 
 def _ordered(transfers: list[Transfer]) -> tuple[Transfer, ...]:
-    return tuple(sorted(transfers, key=_order) if len(transfers) > 1 else transfers)
-
-
-def _order(transfer: Transfer) -> tuple[int, int]:
-    return transfer.source, transfer.part.start if transfer.part else 0
+    return tuple(sorted(transfers, key=lambda one: (one.source, one.part.start if one.part else 0)))

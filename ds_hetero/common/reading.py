@@ -325,24 +325,12 @@ def config_dir() -> Path:
     return Path(__file__).parents[1] / "configs"
 
 
-def is_file(path: str | Path) -> bool:
-    """Whether there is such a file; no for a name that no file can have, too long or with a NUL."""
-    try:
-        return Path(path).is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def is_folder(path: str | Path) -> bool:
-    """Whether there is such a folder; see `is_file`."""
-    try:
-        return Path(path).is_dir()
-    except (OSError, ValueError):
-        return False
+# Whether there is such a file, or folder; no for a name that none can have, too long or with a NUL.
+is_file, is_folder = os.path.isfile, os.path.isdir
 
 
 def is_pipe(path: str | Path) -> bool:
-    """Whether there is such a pipe, as a shell's ``<(command)`` makes it; see `is_file`."""
+    """Whether there is such a pipe, as a shell's ``<(command)`` makes it; no for a name that none can have."""
     try:
         return Path(path).is_fifo()
     except (OSError, ValueError):

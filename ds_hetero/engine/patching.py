@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
@@ -45,6 +46,24 @@ class Patches:
         """Restore everything; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
+
+
+def around(hook: Function, *context: object) -> Callable[[Function], Function]:
+    """Make the replacement that `Patches.replace` takes of ``hook(*context, stock, *args, **kwargs)``.
+
+    Args:
+        hook: calls ``stock``, or does not, and returns what the caller of ``stock`` gets.
+        context: what the hook needs beside the call.
+    """
+
+    def replacement_of(stock: Function) -> Function:
+        @functools.wraps(stock)
+        def call(*args: object, **kwargs: object) -> object:
+            return hook(*context, stock, *args, **kwargs)
+
+        return call
+
+    return replacement_of
 
 
 def expect_package(package: str, works: str, names: Iterable[str]) -> None:

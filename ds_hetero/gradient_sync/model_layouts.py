@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_hetero.errors import SyncError
 from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.peers.board import default_group
 from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout
 from ds_hetero.values.plans import Plan
 
@@ -43,14 +44,7 @@ def tensor_parallel_layouts(
         SyncError: on every rank, for a mesh of several dimensions, a partial sum as a parameter, a parameter that is
             missing in a replica, or shapes that differ between replicas.
     """
-    group = group or dist.group.WORLD
-    assert group is not None, "torch.distributed is not initialized"
-
-    def describe() -> tuple[tuple[int, ...], dict[str, _HeldPart]]:
-        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        return tuple(sorted(replica)), {name: _held_part(name, parameter) for name, parameter in trained.items()}
-
-    by_rank = dict(zip(dist.get_process_group_ranks(group), on_all_ranks(describe, group), strict=True))
+    by_rank = _held_by_rank(parameters, replica, group)
     replicas = sorted({members for members, _ in by_rank.values()})
     misplaced = [rank for rank, (members, _) in by_rank.items() if rank not in members]
     if misplaced or sorted(rank for members in replicas for rank in members) != sorted(by_rank):
@@ -89,14 +83,7 @@ def pipeline_layouts(
     Raises:
         SyncError: on every rank, as `tensor_parallel_layouts`, or when a pipeline lacks a parameter that another has.
     """
-    group = group or dist.group.WORLD
-    assert group is not None, "torch.distributed is not initialized"
-
-    def describe() -> dict[str, _HeldPart]:
-        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        return {name: _held_part(name, p)._replace(is_partial=name in partial) for name, p in trained.items()}
-
-    by_rank = dict(zip(dist.get_process_group_ranks(group), on_all_ranks(describe, group), strict=True))
+    by_rank = {rank: held for rank, (_, held) in _held_by_rank(parameters, (), group, partial).items()}
     stages = [(i, stage) for i, pipeline in enumerate(plan.pipelines) for stage in pipeline.stages]
     layouts = {}
     for name in dict.fromkeys(name for _, stage in stages for rank in stage.ranks for name in by_rank[rank]):
@@ -107,6 +94,23 @@ def pipeline_layouts(
         summed = [(s.ranks, s.inner == "sequence" or parts[s.ranks[0]].is_partial) for _, s in holding]
         layouts[name] = _layout_of_cuts(name, summed, parts)
     return layouts
+
+
+def _held_by_rank(
+    parameters: Mapping[str, nn.Parameter],
+    replica: Sequence[int],
+    group: ProcessGroup | None,
+    partial: Collection[str] = (),
+) -> dict[int, tuple[tuple[int, ...], dict[str, _HeldPart]]]:
+    """By rank of ``group``: its replica, and what it holds of the parameters with a gradient."""
+    group = default_group() if group is None else group
+
+    def describe() -> tuple[tuple[int, ...], dict[str, _HeldPart]]:
+        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        held = {name: _held_part(name, p)._replace(is_partial=name in partial) for name, p in trained.items()}
+        return tuple(sorted(replica)), held
+
+    return dict(zip(dist.get_process_group_ranks(group), on_all_ranks(describe, group), strict=True))
 
 
 class _HeldPart(NamedTuple):

@@ -34,6 +34,7 @@ from ds_hetero.gradient_sync.transfers import (
     token_weights,
 )
 from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.peers.board import default_group
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import ProcessGroups
 from ds_hetero.sharding.gradient_chunks import Box, Bucket, Chunk, ParameterLayout, chunks_of, fuse
@@ -98,7 +99,7 @@ class AsymmetricGradientSync:
         owner_weights: Mapping[int, float] | None = None,
         alignment: int = ALIGNMENT,
     ) -> None:
-        self._group = _whole_world(group)
+        self._group = default_group() if group is None else group
         self._rank = dist.get_rank()
         self._message_device = message_device(self._group)
         self._shards = {name: shard for name in layouts if (shard := Shard.of(layouts[name], self._rank))}
@@ -123,8 +124,6 @@ class AsymmetricGradientSync:
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
             for name, parameter in self._parameters.items()
         ]
-
-    # --- a training step ----------------------------------------------------------------------------
 
     def start(self, tokens: int) -> None:
         """Weigh this step's gradients by ``tokens`` instead of adding them. Raises `SyncError`: too late.
@@ -212,8 +211,6 @@ class AsymmetricGradientSync:
         for hook in self._hooks:
             hook.remove()
 
-    # --- set-up -------------------------------------------------------------------------------------
-
     def _own(self, chunks: Collection[Chunk], names: Collection[str], dtypes: Mapping[str, torch.dtype]) -> None:
         """Make what this rank owns; its chunks of a parameter lie end to end."""
         self._extents: dict[Chunk, slice] = {}
@@ -277,8 +274,6 @@ class AsymmetricGradientSync:
         self._in_flight: deque[BucketTransfer] = deque()
         self._tokens = None
         self._weights: dict[int, float] | None = None
-
-    # --- from gradients to sums ---------------------------------------------------------------------
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         if self._accumulating:
@@ -358,8 +353,6 @@ class AsymmetricGradientSync:
                 self._weights = token_weights(table.tolist(), self._replicas)
         return self._weights
 
-    # --- from owners to holders ---------------------------------------------------------------------
-
     def _unpack(self, transfer: BucketTransfer) -> None:
         for name, box, values in transfer.gathered():
             self._shards[name].view(local_tensor(self._parameters[name]), box).copy_(values)
@@ -400,9 +393,3 @@ def _from_first_contributor(bucket: Bucket) -> Bucket:
 
 def _kept(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _whole_world(group: ProcessGroup | None) -> ProcessGroup:
-    chosen = group or dist.group.WORLD
-    assert chosen is not None, "torch.distributed is not initialized"
-    return chosen

@@ -128,8 +128,6 @@ class BucketTransfer:
         self._received: Tensor | None = None
         self._work: dist.Work | None = None
 
-    # --- to the owners ------------------------------------------------------------------------------
-
     @property
     def is_full(self) -> bool:
         """Whether everything that this rank contributes has been packed."""
@@ -163,8 +161,6 @@ class BucketTransfer:
         self._missing = set(self.pieces)
         return received.view(len(self.sources), self._owned_size)
 
-    # --- to the holders -----------------------------------------------------------------------------
-
     def start_gather(self, values: Sequence[Tensor]) -> None:
         """Send the owned chunks to everybody who holds them. Collectives: one all_to_all_single, not waited for."""
         payload = self._empty(self._owned_size)
@@ -184,8 +180,6 @@ class BucketTransfer:
             for chunk, offset in pieces:
                 for box, part in _by_box(chunk, received[offset : offset + chunk.size]):
                     yield name, box, part
-
-    # --- either way ---------------------------------------------------------------------------------
 
     def has_arrived(self) -> bool:
         """Whether to take what was started would not wait."""

@@ -47,10 +47,7 @@ class CutLinears:
         Collectives: none forward; one all_reduce backward for all layers in a row that take the same tensor.
         """
         if self._taken is None or self._taken[0] is not x_bLI:
-            summed_bLI = x_bLI.view_as(x_bLI)
-            if summed_bLI.requires_grad:
-                summed_bLI.register_hook(self._summed)  # type: ignore[no-untyped-call]
-            self._taken = x_bLI, summed_bLI
+            self._taken = x_bLI, with_summed_gradient(x_bLI, self._group)
         return compute(self._taken[1])
 
     def rows(self, compute: Callable[[Tensor], Tensor], x_bLi: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -67,17 +64,32 @@ class CutLinears:
         Collectives: one all_reduce forward, none backward.
         """
         self._taken = None  # what follows takes another tensor, and this one need not stay
-        out_bLO: Tensor = _Sum.apply(compute(x_bLi), self._group)  # type: ignore[no-untyped-call]
+        out_bLO = sum_over_ranks(compute(x_bLi), self._group)
         return out_bLO if bias_O is None else out_bLO + bias_O
 
-    def _summed(self, summand: Tensor) -> Tensor:
+
+def with_summed_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The same tensor, whose gradient on a rank is a summand. Collectives: none forward, one all_reduce backward."""
+
+    def summed(summand: Tensor) -> Tensor:
         whole = summand.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=self._group)
+        dist.all_reduce(whole, group=group)
         return whole
+
+    taken = x.view_as(x)
+    if taken.requires_grad:
+        taken.register_hook(summed)  # type: ignore[no-untyped-call]
+    return taken
+
+
+def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum, in place; all ranks have the gradient of the result. Collectives: one all_reduce forward."""
+    total: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    return total
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, in place; all ranks have the gradient of the result."""
+    """See `sum_over_ranks`."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:

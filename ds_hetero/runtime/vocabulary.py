@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ds_hetero.runtime.cut_linear import sum_over_ranks, with_summed_gradient
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VocabularyPart:
@@ -75,8 +77,7 @@ def embed_part(look_up: Callable[[Tensor], Tensor], words_bL: Tensor, part: Voca
     Collectives: one all_reduce forward, none backward.
     """
     rows, own = part.local(words_bL)
-    summed: Tensor = _Sum.apply(look_up(rows).masked_fill(~own[..., None], 0.0), part)  # type: ignore[no-untyped-call]
-    return summed
+    return sum_over_ranks(look_up(rows).masked_fill(~own[..., None], 0.0), part.group)
 
 
 def project_to_part(project: Callable[[Tensor], Tensor], x_bLH: Tensor, part: VocabularyPart) -> Tensor:
@@ -88,19 +89,4 @@ def project_to_part(project: Callable[[Tensor], Tensor], x_bLH: Tensor, part: Vo
     Caller: every rank of the part's group.
     Collectives: none forward, one all_reduce backward.
     """
-    own_bLH = x_bLH.view_as(x_bLH)
-    if own_bLH.requires_grad:
-        own_bLH.register_hook(lambda summand: part.summed(summand.clone(memory_format=torch.contiguous_format)))  # type: ignore[no-untyped-call]
-    return project(own_bLH)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over ranks, whose gradient all ranks have."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor, part: VocabularyPart) -> Tensor:
-        return part.summed(x.clone())
-
-    @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    return project(with_summed_gradient(x_bLH, part.group))

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ds_hetero.engine.ds_config import enabled, read_training_facts, says_batches, size_of_configuration
 from ds_hetero.engine.loader import LoaderByMode, WholeLoader
 from ds_hetero.engine.model_calls import calls_of
-from ds_hetero.engine.patching import Function
+from ds_hetero.engine.patching import Function, around
 from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
@@ -61,10 +61,10 @@ class _Sharding:
 def install(registry: Registry) -> None:
     """Replace what has to know the difference between ranks and replicas."""
     replace = registry.patches.replace
-    replace(accelerate.Accelerator, "__init__", _counting_processes)
-    replace(accelerate.Accelerator, "_prepare_deepspeed", lambda stock: _preparing(registry, stock))
-    replace(AcceleratedScheduler, "step", _stepping_by_replicas)
-    replace(accelerate.accelerator, "prepare_data_loader", _sharding_over_replicas)
+    replace(accelerate.Accelerator, "__init__", around(_count_processes))
+    replace(accelerate.Accelerator, "_prepare_deepspeed", around(_prepare, registry))
+    replace(AcceleratedScheduler, "step", around(_step))
+    replace(accelerate.accelerator, "prepare_data_loader", around(_prepare_data_loader))
     for module in (accelerate, accelerate.accelerator, accelerate.data_loader):
         replace(module, "skip_first_batches", skip_first_batches)
 
@@ -107,7 +107,7 @@ def gathering_over_replicas(accelerator: Accelerator) -> Iterator[None]:
     gather = gathered_from_replicas(accelerator.gather)
     accelerator.gather = gather
     accelerator.reduce = functools.partial(_reduce, gather)
-    accelerator.pad_across_processes = _counting_all(accelerator.pad_across_processes)
+    accelerator.pad_across_processes = around(_count_all)(accelerator.pad_across_processes)
     try:
         yield
     finally:
@@ -115,25 +115,23 @@ def gathering_over_replicas(accelerator: Accelerator) -> Iterator[None]:
         _replica_size.reset(token)
 
 
-def gathered_from_replicas(stock: Function) -> Function:
+def _gather_from_replicas(stock: Function, values: Any) -> object:
     """``gather`` or ``gather_object`` of accelerate; of replicas' first ranks inside `gathering_over_replicas`."""
+    replica_size = _replica_size.get()
+    if replica_size == 1:
+        return stock(values)
+    if stock.__name__ == "gather_object":
+        by_rank = _count_all(stock, [values])
+        return [entry for of_rank in by_rank[::replica_size] for entry in of_rank]
 
-    @functools.wraps(stock)
-    def gather(values: Any) -> object:
-        replica_size = _replica_size.get()
-        if replica_size == 1:
-            return stock(values)
-        if stock.__name__ == "gather_object":
-            by_rank = _counting_all(stock)([values])
-            return [entry for of_rank in by_rank[::replica_size] for entry in of_rank]
+    def first_of_replica(gathered: Tensor) -> Tensor:
+        by_rank = gathered.reshape(dist.get_world_size(), -1, *gathered.shape[1:])
+        return by_rank[::replica_size].flatten(0, 1)
 
-        def first_of_replica(gathered: Tensor) -> Tensor:
-            by_rank = gathered.reshape(dist.get_world_size(), -1, *gathered.shape[1:])
-            return by_rank[::replica_size].flatten(0, 1)
+    return recursively_apply(first_of_replica, _count_all(stock, values))
 
-        return recursively_apply(first_of_replica, _counting_all(stock)(values))
 
-    return gather
+gathered_from_replicas = around(_gather_from_replicas)
 
 
 _REDUCTIONS: dict[str, Any] = {
@@ -148,15 +146,10 @@ def _reduce(gather: Any, values: Any, reduction: str = "mean", scale: float = 1.
     return recursively_apply(lambda value: _REDUCTIONS[reduction](gather(value[None]), dim=0), values)
 
 
-def _counting_all(stock: Function) -> Function:
-    """A function of the process group, whatever `one_process_per_replica` has made of it."""
-
-    @functools.wraps(stock)
-    def call(*args: object, **kwargs: object) -> object:
-        with _counting(dist.get_world_size()):
-            return stock(*args, **kwargs)
-
-    return call
+def _count_all(stock: Function, *args: object, **kwargs: object) -> Any:
+    """Call a function of the process group, whatever `one_process_per_replica` has made of it."""
+    with _counting(dist.get_world_size()):
+        return stock(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -182,35 +175,28 @@ def _counting(num_processes: int) -> Iterator[None]:
         _set_state(num_processes=before)
 
 
-def skip_first_batches(stock: Function) -> Function:
+def _skip_first_batches(stock: Function, dataloader: Any, num_batches: int = 0) -> object:
     """Of a sharded loader, steps are skipped and not the wrapped loader's batches."""
-
-    @functools.wraps(stock)
-    def skip(dataloader: Any, num_batches: int = 0) -> object:
-        if isinstance(dataloader, ShardedLoader | WholeLoader | LoaderByMode | SameBatches):
-            return dataloader.skipping(num_batches, stock)
-        return stock(dataloader, num_batches)
-
-    return skip
+    if isinstance(dataloader, ShardedLoader | WholeLoader | LoaderByMode | SameBatches):
+        return dataloader.skipping(num_batches, stock)
+    return stock(dataloader, num_batches)
 
 
-def _counting_processes(stock: Function) -> Function:
+skip_first_batches = around(_skip_first_batches)
+
+
+def _count_processes(stock: Function, accelerator: Accelerator, *args: object, **kwargs: object) -> None:
     """Where there is no GPU, accelerate takes every rank of a DeepSpeed job for the only process; count them."""
-
-    @functools.wraps(stock)
-    def init(accelerator: Accelerator, *args: object, **kwargs: object) -> None:
-        stock(accelerator, *args, **_with_parallelism(kwargs))
-        if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            agree_on_configuration(accelerator.state.deepspeed_plugin.deepspeed_config)
-        if asks_for_engine(accelerator) and accelerator.state.backend is None and dist.is_initialized():
-            _set_state(
-                backend=dist.get_backend(),
-                num_processes=dist.get_world_size(),
-                process_index=dist.get_rank(),
-                local_process_index=dist.get_node_local_rank(fallback_rank=dist.get_rank()),
-            )
-
-    return init
+    stock(accelerator, *args, **_with_parallelism(kwargs))
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        agree_on_configuration(accelerator.state.deepspeed_plugin.deepspeed_config)
+    if asks_for_engine(accelerator) and accelerator.state.backend is None and dist.is_initialized():
+        _set_state(
+            backend=dist.get_backend(),
+            num_processes=dist.get_world_size(),
+            process_index=dist.get_rank(),
+            local_process_index=dist.get_node_local_rank(fallback_rank=dist.get_rank()),
+        )
 
 
 def _with_parallelism(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -236,43 +222,38 @@ def size_of_accelerate() -> int | None:
     return None if parallelism is None or parallelism.sp_size == 1 else int(parallelism.sp_size)
 
 
-def _preparing(registry: Registry, stock: Function) -> Function:
+def _prepare(registry: Registry, stock: Function, accelerator: Accelerator, *args: object) -> object:
     """The configuration is known here, before the model is registered and the loaders are wrapped."""
-
-    @functools.wraps(stock)
-    def prepare(accelerator: Accelerator, *args: object) -> object:
-        if not asks_for_engine(accelerator) or not any(isinstance(obj, nn.Module) for obj in args):
-            return stock(accelerator, *args)
-        parallelism = accelerator.parallelism_config
-        sp_size = parallelism.sp_size if parallelism is not None else 1
-        ds_config = accelerator.deepspeed_plugin.deepspeed_config
-        by_batches = says_batches(ds_config)
-        if by_batches:
-            _complete_batch_sizes(ds_config, args)
-        elif sp_size == 1 and dist.get_world_size() > 1:
-            raise ConfigError(_why_not_split(ds_config, parallelism is not None))
-        batches = registry.request_of(ds_config).batches_of(dist.get_rank())
-        with (
-            registry.using(ds_config),
-            loaders_over_replicas(sp_size, batches, by_mode=by_batches),
-            _steps_of_replicas(args, sp_size),
-        ):
-            prepared = stock(accelerator, *args)
-        if batches is not None:
-            accelerator.gradient_accumulation_steps = batches.split.micro_steps
-        for loader in prepared if by_batches else ():
-            if isinstance(loader, LoaderByMode):
-                loader.bind(registry, next(obj for obj in args if isinstance(obj, nn.Module)), accelerator.device)
-        global _latest
-        _latest = weakref.ref(accelerator)
-        if dist.get_world_size() == 1:  # no sequence parallelism, for which accelerate would ask for our loader itself
-            prepared = _cutting_for_one_rank(registry, args, prepared, accelerator.device)
-        if any(isinstance(obj, nn.Module) and registry.is_pipelined(obj) for obj in args):
-            # One worker, on all ranks.
-            accelerator.gather = accelerator.gather_for_metrics = lambda values, *args, **kwargs: values
-        return prepared
-
-    return prepare
+    if not asks_for_engine(accelerator) or not any(isinstance(obj, nn.Module) for obj in args):
+        return stock(accelerator, *args)
+    parallelism = accelerator.parallelism_config
+    sp_size = parallelism.sp_size if parallelism is not None else 1
+    ds_config = accelerator.deepspeed_plugin.deepspeed_config
+    by_batches = says_batches(ds_config)
+    if by_batches:
+        _complete_batch_sizes(ds_config, args)
+    elif sp_size == 1 and dist.get_world_size() > 1:
+        raise ConfigError(_why_not_split(ds_config, parallelism is not None))
+    batches = registry.request_of(ds_config).batches_of(dist.get_rank())
+    with (
+        registry.using(ds_config),
+        loaders_over_replicas(sp_size, batches, by_mode=by_batches),
+        _steps_of_replicas(args, sp_size),
+    ):
+        prepared = stock(accelerator, *args)
+    if batches is not None:
+        accelerator.gradient_accumulation_steps = batches.split.micro_steps
+    for loader in prepared if by_batches else ():
+        if isinstance(loader, LoaderByMode):
+            loader.bind(registry, next(obj for obj in args if isinstance(obj, nn.Module)), accelerator.device)
+    global _latest
+    _latest = weakref.ref(accelerator)
+    if dist.get_world_size() == 1:  # no sequence parallelism, for which accelerate would ask for our loader itself
+        prepared = _cutting_for_one_rank(registry, args, prepared, accelerator.device)
+    if any(isinstance(obj, nn.Module) and registry.is_pipelined(obj) for obj in args):
+        # One worker, on all ranks.
+        accelerator.gather = accelerator.gather_for_metrics = lambda values, *args, **kwargs: values
+    return prepared
 
 
 def _cutting_for_one_rank(
@@ -328,54 +309,43 @@ def _steps_of_replicas(objects: tuple[Any, ...], sp_size: int) -> Iterator[None]
             scheduler.total_num_steps //= sp_size
 
 
-def _sharding_over_replicas(stock: Function) -> Function:
-    @functools.wraps(stock)
-    def prepare_data_loader(dataloader: Any, *args: object, **kwargs: object) -> object:
-        sharding = _sharding.get()
-        if sharding is None:
-            return stock(dataloader, *args, **kwargs)
-        batches = sharding.batches
-        if sharding.by_mode and batches is not None:
-            return LoaderByMode(stock(dataloader, *args, **kwargs), dataloader)
-        num_replicas, replica = dist.get_world_size() // sharding.sp_size, dist.get_rank() // sharding.sp_size
-        if batches is not None:
-            dataloader = replica_samples(
-                dataloader, batches.split, batches.replica_id, is_of_rank=sharding.sp_size == 1
-            )
-            num_replicas, replica = 1, 0  # nothing is left to shard
-        kwargs.update(num_processes=num_replicas, process_index=replica)
-        if isinstance(dataloader.dataset, IterableDataset) and kwargs.get("dispatch_batches") is None:
-            kwargs["dispatch_batches"] = False  # a dispatcher deals batches out to ranks
-        if num_replicas == 1:
-            kwargs["rng_types"] = ["torch"]  # shuffling draws from it; with several replicas accelerate sees to that
-        prepared = stock(dataloader, *args, **kwargs)
-        if batches is not None:
-            # Read ahead by an optimizer step, it would tell accelerate too early that the epoch ends; every optimizer
-            # step has the same number of micro-batches, so that counting them is enough.
-            prepared.begin = prepared.end = _do_nothing
-        return prepared
-
-    return prepare_data_loader
+def _prepare_data_loader(stock: Function, dataloader: Any, *args: object, **kwargs: object) -> object:
+    sharding = _sharding.get()
+    if sharding is None:
+        return stock(dataloader, *args, **kwargs)
+    batches = sharding.batches
+    if sharding.by_mode and batches is not None:
+        return LoaderByMode(stock(dataloader, *args, **kwargs), dataloader)
+    num_replicas, replica = dist.get_world_size() // sharding.sp_size, dist.get_rank() // sharding.sp_size
+    if batches is not None:
+        dataloader = replica_samples(dataloader, batches.split, batches.replica_id, is_of_rank=sharding.sp_size == 1)
+        num_replicas, replica = 1, 0  # nothing is left to shard
+    kwargs.update(num_processes=num_replicas, process_index=replica)
+    if isinstance(dataloader.dataset, IterableDataset) and kwargs.get("dispatch_batches") is None:
+        kwargs["dispatch_batches"] = False  # a dispatcher deals batches out to ranks
+    if num_replicas == 1:
+        kwargs["rng_types"] = ["torch"]  # shuffling draws from it; with several replicas accelerate sees to that
+    prepared = stock(dataloader, *args, **kwargs)
+    if batches is not None:
+        # Read ahead by an optimizer step, it would tell accelerate too early that the epoch ends; every optimizer
+        # step has the same number of micro-batches, so that counting them is enough.
+        prepared.begin = prepared.end = _do_nothing
+    return prepared
 
 
 def _do_nothing() -> None:
     pass
 
 
-def _stepping_by_replicas(stock: Function) -> Function:
+def _step(stock: Function, scheduler: Any, *args: object, **kwargs: object) -> None:
     """A step of the optimizer uses one batch per worker, so that many steps of the schedule."""
-
-    @functools.wraps(stock)
-    def step(scheduler: Any, *args: object, **kwargs: object) -> None:
-        state = AcceleratorState()
-        if state.distributed_type != DistributedType.DEEPSPEED or not enabled(state.deepspeed_plugin.deepspeed_config):
-            stock(scheduler, *args, **kwargs)
-            return
-        parallelism = state.parallelism_config
-        with _counting(state.num_processes // (parallelism.sp_size if parallelism is not None else 1)):
-            stock(scheduler, *args, **kwargs)
-
-    return step
+    state = AcceleratorState()
+    if state.distributed_type != DistributedType.DEEPSPEED or not enabled(state.deepspeed_plugin.deepspeed_config):
+        stock(scheduler, *args, **kwargs)
+        return
+    parallelism = state.parallelism_config
+    with _counting(state.num_processes // (parallelism.sp_size if parallelism is not None else 1)):
+        stock(scheduler, *args, **kwargs)
 
 
 def _set_state(**values: Any) -> None:

@@ -43,7 +43,7 @@ class ElasticEngine:
 
     def __init__(self, engine: Any, worker: Worker, start: JobStart, stages: list[Described] | None = None) -> None:
         _expect_supported(engine)
-        self._engine, self._worker, self._start = weakref.ref(engine), worker, start
+        self._living_engine, self._worker, self._start = weakref.ref(engine), worker, start
         self._section = start.section.elastic or ElasticSection()
         self._model = _fingerprint(engine, stages)
         self._group = dist.new_group(backend="gloo")
@@ -57,6 +57,12 @@ class ElasticEngine:
         self.snapshots: Snapshots | None = None
         self._saves_itself = False
         self._unsaved_step: int | None = None  # done since the loop has last asked for a batch
+
+    @property
+    def _engine(self) -> Any:
+        engine = self._living_engine()
+        assert engine is not None
+        return engine
 
     def resume(self, objects: Objects) -> int | None:
         """Put back the newest save and save from here on; return its step, or None where the job begins.
@@ -74,8 +80,7 @@ class ElasticEngine:
 
     def _expect_scheduler(self, objects: Objects) -> None:
         """Refuse a learning-rate scheduler that nobody keeps: it would begin anew after a fault."""
-        engine = self._engine()
-        assert engine is not None
+        engine = self._engine
         optimizer = getattr(engine.optimizer, "inner", engine.basic_optimizer)
         is_kept = engine.lr_scheduler is not None or any(hasattr(one, "get_last_lr") for one in objects.values())
         if hasattr(optimizer.step, SCHEDULED) and not is_kept:
@@ -96,9 +101,7 @@ class ElasticEngine:
                 )
         self._objects = dict(objects)
         self._demand()
-        engine = self._engine()
-        assert engine is not None
-        self._frozen = FrozenSample(engine)
+        self._frozen = FrozenSample(self._engine)
         self._with_frozen = not self._is_on_any_rank(bool(self._frozen.sums))
         found.expect(self._model, self._worker)
         kept = found.kept
@@ -125,13 +128,12 @@ class ElasticEngine:
         )
         self._say_begin(kept)
 
-    def around_step(self, step: Callable[[], Any]) -> Any:
+    def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Take an engine's step: wait for copies before it; an optimizer step of a loop of its own is to be saved."""
         self._snapshots().before_step()
-        engine = self._engine()
-        assert engine is not None
+        engine = self._engine
         before = engine.global_steps
-        result = step()
+        result = step(*args, **kwargs)
         if self._saves_itself and engine.global_steps > before:
             self._unsaved_step = engine.global_steps
         return result
@@ -181,8 +183,7 @@ class ElasticEngine:
         Args:
             has_changed: whether parameters that are not trained have been changed on any rank.
         """
-        engine = self._engine()
-        assert engine is not None
+        engine = self._engine
         at_once = {buffer.data_ptr() for buffer in engine.module.buffers()}
         device = get_accelerator()
         self._with_frozen |= has_changed
@@ -223,8 +224,7 @@ class ElasticEngine:
         return bool(number)
 
     def _put_back(self, kept: Kept) -> None:
-        engine = self._engine()
-        assert engine is not None
+        engine = self._engine
         rank = dist.get_rank()
         own = kept.contents[rank if rank < kept.save.world_size else 0]
         if own["batch"] != engine.train_batch_size():
@@ -286,7 +286,7 @@ class ElasticEngine:
         announce(f"elastic: {kind}, {', '.join(f'{name} {value}' for name, value in details.items())}")
         event = {"kind": kind, "time": time.time(), "ranks": dist.get_world_size(), **details}
         self.events.append(json.loads(json.dumps(event, default=str)))
-        engine = self._engine()
+        engine = self._living_engine()
         if engine is not None and engine.monitor.enabled:
             numbers = {name: one for name, one in event.items() if name != "time" and isinstance(one, int | float)}
             group = f"Heterogeneity/elastic/{kind.replace(' ', '_')}"

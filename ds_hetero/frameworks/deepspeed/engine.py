@@ -42,29 +42,32 @@ from ds_hetero.decision.decide import sp_size_of
 from ds_hetero.engine.ds_config import DsConfig, enabled, read_training_facts, says_batches
 from ds_hetero.engine.forward_mode import wanted_results
 from ds_hetero.engine.loader import KNOWN_LOADERS, ModelLoader, WholeLoader
-from ds_hetero.engine.patching import Function
+from ds_hetero.engine.patching import Function, around
 from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed import hooks as split
+from ds_hetero.frameworks.deepspeed.elastic import ElasticEngine
 from ds_hetero.frameworks.deepspeed.hooks import (
     SplitEngine,
+    after,
+    after_optimizer_step,
+    before,
     recording,
     refuse_batch_sizes,
-    report_times,
-    save_after_step,
-    time_step,
     waiting,
+    within,
 )
 from ds_hetero.frameworks.deepspeed.installer import (
     EngineHooks,
     HookedEngine,
     HookRow,
     Installer,
-    OneWorker,
-    SequenceParallelState,
+    SequenceMpu,
     expect_one_worker,
+    mpu_of_one_worker,
+    mpu_of_replica,
     note_engine,
     plain_configuration,
     report_batches_of_replicas,
@@ -72,6 +75,7 @@ from ds_hetero.frameworks.deepspeed.installer import (
 )
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys, unknown_keys
 from ds_hetero.frameworks.deepspeed.loading import load_any_layout, raise_on_all_ranks
+from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling
 from ds_hetero.frameworks.deepspeed.names import COLLECTIVES, HANDLES
 from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import frozen_state, load_any_plan, save_pipelines
 from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
@@ -80,11 +84,12 @@ from ds_hetero.frameworks.deepspeed.protocols import Arguments
 from ds_hetero.frameworks.deepspeed.saving import copy_script_last
 from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
+from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.job.start import World
 from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.pipeline.batches import SameBatches
-from ds_hetero.runtime.step_clock import IDLE, running_clock
+from ds_hetero.runtime.step_clock import IDLE, StepClock, running_clock
 from ds_hetero.values.section import SECTION, expect_section_name
 
 _SIZE_OF_CONFIGURATION = "sequence_parallel_size of ds_config"
@@ -93,11 +98,16 @@ _SIZE_OF_CONFIGURATION = "sequence_parallel_size of ds_config"
 def install(registry: Registry) -> None:
     """Replace registration, loader adapter, `deepspeed.initialize` and how ZeRO-3 gathers; time collectives."""
     replace = registry.patches.replace
-    ulysses = _Ulysses(registry)
-    replace(ulysses_sp.UlyssesSPAttentionHF, "register_with_transformers", ulysses.registration)
-    replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", ulysses.adapter)
-    replace(deepspeed, "initialize", lambda stock: _initializing(registry, ulysses, stock))
-    replace(ulysses_sp.TiledFusedLogitsLoss, "forward", lambda stock: _refusing_shards(registry, stock))
+    ulysses, refusing = _Ulysses(registry), around(_refuse_shards, registry)
+    registering = around(ulysses.register)
+    replace(
+        ulysses_sp.UlyssesSPAttentionHF,
+        "register_with_transformers",
+        lambda stock: classmethod(registering(stock.__func__)),
+    )
+    replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", around(ulysses.adapt))
+    replace(deepspeed, "initialize", around(_initialize, registry, ulysses))
+    replace(ulysses_sp.TiledFusedLogitsLoss, "forward", lambda stock: staticmethod(refusing(stock.__func__)))
     optimizers.install(registry.patches)
     for name in COLLECTIVES:
         replace(TorchBackend, name, _timed)
@@ -105,42 +115,36 @@ def install(registry: Registry) -> None:
         replace(getattr(partition_parameters, name), "wait", _timed)
 
 
-def _initializing(registry: Registry, ulysses: _Ulysses, stock: Function) -> Function:
+def _initialize(registry: Registry, ulysses: _Ulysses, stock: Function, *args: object, **kwargs: object) -> object:
     """With a section the model is converted and the engine built without sequence parallelism."""
-    signature = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def initialize(*args: object, **kwargs: object) -> object:
-        given = dict(signature.bind(*args, **kwargs).arguments)
-        ds_config = _agreed_configuration(given)
-        pending = ulysses.take_pending()
-        if ds_config is None or not enabled(ds_config):
-            expect_section_name(ds_config or {})
-            if pending is not None and pending.error is not None:
-                raise pending.error
-            elastic.refuse_other_engines(f'an engine without a "{SECTION}" section')
-            registry.note_unsplit(given.get("model"))
-            return stock(*args, **kwargs)
-        if pending is not None:
-            pending.cancel()
-        if World.current().rank == 0 and (unknown := unknown_keys(ds_config)):
-            announce(
-                f"no release of DeepSpeed that was tried reads {listed(unknown)} of ds_config.json: what it does to "
-                "training on unequal ranks is not known"
-            )
-        try:
-            request = registry.request_of(ds_config)
-            installer = PipelineInstaller if request.is_of_pipelines else EngineInstaller
-            hooked, built = installer(registry, stock, given, ds_config).install()
-            registry.patches.on_undo(EngineHooks(hooked, HOOKS).take_off)
-            if hooked.elastic is not None:
-                hooked.monitor.keep_events(hooked.elastic.events)
-        finally:
-            registry.forget_request()
-        note_engine(built[0])
-        return built
-
-    return initialize
+    given = dict(inspect.signature(stock).bind(*args, **kwargs).arguments)
+    ds_config = _agreed_configuration(given)
+    pending = ulysses.take_pending()
+    if ds_config is None or not enabled(ds_config):
+        expect_section_name(ds_config or {})
+        if pending is not None and pending.error is not None:
+            raise pending.error
+        elastic.refuse_other_engines(f'an engine without a "{SECTION}" section')
+        registry.note_unsplit(given.get("model"))
+        return stock(*args, **kwargs)
+    if pending is not None:
+        pending.cancel()
+    if World.current().rank == 0 and (unknown := unknown_keys(ds_config)):
+        announce(
+            f"no release of DeepSpeed that was tried reads {listed(unknown)} of ds_config.json: what it does to "
+            "training on unequal ranks is not known"
+        )
+    try:
+        request = registry.request_of(ds_config)
+        installer = PipelineInstaller if request.is_of_pipelines else EngineInstaller
+        hooked, built = installer(registry, stock, given, ds_config).install()
+        registry.patches.on_undo(EngineHooks(hooked, HOOKS).take_off)
+        if hooked.elastic is not None:
+            hooked.monitor.keep_events(hooked.elastic.events)
+    finally:
+        registry.forget_request()
+    note_engine(built[0])
+    return built
 
 
 class EngineInstaller(Installer):
@@ -188,7 +192,7 @@ class EngineInstaller(Installer):
         )
         if prepared.start.facts.training.zero_stage == 3:
             stage3.gather_experts_at_once(self._registry.adapters.models.containers_of_experts(prepared.model.model))
-        replica_state = SequenceParallelState(replica, sp_size)
+        replica_state = mpu_of_replica(replica, sp_size)
         with (
             sequence_parallelism_hidden(replica_state, self._registry.patches),
             optimizers.optimizers_in_place(config, weights, nodes),
@@ -223,10 +227,9 @@ def _agreed_configuration(given: Arguments) -> DsConfig | None:
 
 
 def _size_of_mpu(mpu: Any) -> int | None:
-    if isinstance(mpu, SequenceParallelState):
+    if isinstance(mpu, SequenceMpu):
         return mpu.size_given
-    size: int | None = getattr(mpu, "get_sequence_parallel_world_size", lambda: None)()
-    return size
+    return mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else None
 
 
 def _expect_supported(model: object, ds_config: DsConfig) -> None:
@@ -278,35 +281,28 @@ class _Ulysses:
         pending, self._pending = self._pending, None
         return pending
 
-    def registration(self, original: Any) -> Any:
-        """Replace ``UlyssesSPAttentionHF.register_with_transformers``.
+    def register(self, stock: Function, cls: type, *args: Any, **kwargs: Any) -> object:
+        """In the place of ``UlyssesSPAttentionHF.register_with_transformers``.
 
         With a known section the model is converted; without any, stock runs and may be undone later.
         """
-        stock = original.__func__
-        signature = inspect.signature(stock)
-
-        @functools.wraps(stock)
-        def register_with_transformers(cls: type, *args: Any, **kwargs: Any) -> object:
-            given = signature.bind(cls, *args, **kwargs).arguments
-            ds_config, size = self._registry.ds_config, given["sequence_parallel_size"]
-            if ds_config is None:
-                return self._register_stock(stock, given["core_attn_implementation"], cls, args, kwargs)
-            agree_on_configuration(ds_config)
-            if not enabled(ds_config):
-                return stock(cls, *args, **kwargs)
-            model = given["model_name_or_path"]
-            if self._registry.request_of(ds_config).is_of_pipelines:
-                self._has_pipelines = True
-                expect_one_worker(size)
-                return OneWorker()
-            if isinstance(model, torch.nn.Module):
-                sizes = {"sequence_parallel_size": size, _SIZE_OF_CONFIGURATION: read_training_facts(ds_config).sp_size}
-                return SequenceParallelState(self._registry.prepare(model, ds_config, sizes).model.replica, size)
-            stock_mpu.initialize_sequence_parallel(size)  # the model is converted when deepspeed.initialize has it
-            return stock_mpu
-
-        return classmethod(register_with_transformers)
+        given = inspect.signature(stock).bind(cls, *args, **kwargs).arguments
+        ds_config, size = self._registry.ds_config, given["sequence_parallel_size"]
+        if ds_config is None:
+            return self._register_stock(stock, given["core_attn_implementation"], cls, args, kwargs)
+        agree_on_configuration(ds_config)
+        if not enabled(ds_config):
+            return stock(cls, *args, **kwargs)
+        model = given["model_name_or_path"]
+        if self._registry.request_of(ds_config).is_of_pipelines:
+            self._has_pipelines = True
+            expect_one_worker(size)
+            return mpu_of_one_worker()
+        if isinstance(model, torch.nn.Module):
+            sizes = {"sequence_parallel_size": size, _SIZE_OF_CONFIGURATION: read_training_facts(ds_config).sp_size}
+            return mpu_of_replica(self._registry.prepare(model, ds_config, sizes).model.replica, size)
+        stock_mpu.initialize_sequence_parallel(size)  # the model is converted when deepspeed.initialize has it
+        return stock_mpu
 
     def _register_stock(self, stock: Function, core: str, cls: Any, args: Any, kwargs: Any) -> Any:
         self._pending = _PendingRegistration(self._registry.adapters.models.keep_attention_function(core))
@@ -318,50 +314,39 @@ class _Ulysses:
             self._pending.error = error  # heads that do not divide are no fault if there is a section
             return stock_mpu
 
-    def adapter(self, stock: Function) -> Function:
-        """Replace ``UlyssesSPDataLoaderAdapter.__init__``.
+    def adapt(
+        self, stock: Function, adapter: Any, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any
+    ) -> None:
+        """In the place of ``UlyssesSPDataLoaderAdapter.__init__``.
 
         With a converted model the new object becomes a `ModelLoader`, before it has anything of the adapter's; in a
         loop of sharded calls, a `WholeLoader`.
         """
-
-        @functools.wraps(stock)
-        def init(adapter: Any, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
-            split = self._registry.find_split_by_ranks(dist.get_process_group_ranks(sp_group))
-            if split is None and self._has_pipelines:
-                adapter.__class__ = SameBatches
-                SameBatches.__init__(adapter, dl, torch.device(device), KNOWN_LOADERS)
-                return
-            if split is not None and wanted_results() is not None:
-                adapter.__class__ = WholeLoader
-                WholeLoader.__init__(adapter, dl, torch.device(device), split)
-                return
-            if split is not None:
-                adapter.__class__ = ModelLoader
-                ModelLoader.__init__(adapter, dl, split, torch.device(device))
-                return
+        split = self._registry.find_split_by_ranks(dist.get_process_group_ranks(sp_group))
+        if split is None and self._has_pipelines:
+            adapter.__class__ = SameBatches
+            adapter.__init__(dl, torch.device(device), KNOWN_LOADERS)
+        elif split is not None and wanted_results() is not None:
+            adapter.__class__ = WholeLoader
+            adapter.__init__(dl, torch.device(device), split)
+        elif split is not None:
+            adapter.__class__ = ModelLoader
+            adapter.__init__(dl, split, torch.device(device))
+        else:
             if self._pending is not None:
                 self._pending.adapters += 1
             stock(adapter, dl, sp_rank, sp_group, sp_world_size, device)
 
-        return init
 
-
-def _refusing_shards(registry: Registry, stock: staticmethod[..., object]) -> object:
-    function: Function = stock.__func__
-
-    @functools.wraps(function)
-    def forward(*args: object, **kwargs: object) -> object:
-        if any(p.model.takes_shards and p.model.replica.sp_size > 1 for p in registry.in_training):
-            raise ModelError(
-                "TiledFusedLogitsLoss gives the LM head a gradient of another scale than all other layers where a "
-                "sequence is split: it runs the head's backward before the loss of all ranks is known. Use DeepSpeed's "
-                "sequence_tiled_compute on a function that makes logits and loss, which tiles them alike and runs the "
-                "backward at its time; or have the model return logits, for handle.loss."
-            )
-        return function(*args, **kwargs)
-
-    return staticmethod(forward)
+def _refuse_shards(registry: Registry, stock: Function, *args: object, **kwargs: object) -> object:
+    if any(p.model.takes_shards and p.model.replica.sp_size > 1 for p in registry.in_training):
+        raise ModelError(
+            "TiledFusedLogitsLoss gives the LM head a gradient of another scale than all other layers where a "
+            "sequence is split: it runs the head's backward before the loss of all ranks is known. Use DeepSpeed's "
+            "sequence_tiled_compute on a function that makes logits and loss, which tiles them alike and runs the "
+            "backward at its time; or have the model return logits, for handle.loss."
+        )
+    return stock(*args, **kwargs)
 
 
 def _timed(stock: Function) -> Function:
@@ -382,47 +367,47 @@ HOOKS = (
     HookRow("forward", waiting("running the passes of a step"), PipelinedEngine),
     HookRow("forward", run_passes, PipelinedEngine),
     HookRow("forward", split.find_unit, SplitEngine),
-    HookRow("forward", split.record_common_forward, SplitEngine),
-    HookRow("forward", split.time_forward, SplitEngine),
+    HookRow("forward", within(split.record_common_forward), SplitEngine),
+    HookRow("forward", within(split.time_forward), SplitEngine),
     HookRow("forward", waiting("running a forward"), SplitEngine),
     HookRow("backward", recording(BACKWARD)),
     HookRow("backward", keep_books, PipelinedEngine),
-    HookRow("backward", split.time_backward, SplitEngine),
+    HookRow("backward", within(split.time_backward), SplitEngine),
     HookRow("backward", waiting("running a backward"), SplitEngine),
     HookRow("backward", split.scale_loss, SplitEngine),
-    HookRow("_backward_prologue", split.begin_backward, SplitEngine),
-    HookRow("_backward_epilogue", split.end_backward, SplitEngine),
-    HookRow("step", save_after_step, part="elastic"),
+    HookRow("_backward_prologue", before(BackwardsOfStep.begin), SplitEngine, "backwards"),
+    HookRow("_backward_epilogue", before(StepClock.note_gradients), SplitEngine, "clock"),
+    HookRow("_backward_epilogue", after(BackwardsOfStep.end), SplitEngine, "backwards"),
+    HookRow("step", ElasticEngine.around_step, part="elastic"),
     HookRow("step", recording(STEP)),
-    HookRow("step", time_step),
-    HookRow("step", split.record_step, SplitEngine),
+    HookRow("step", after_optimizer_step(split.take_times)),
+    HookRow("step", within(split.time_step)),
+    HookRow("step", after_optimizer_step(split.record_step), SplitEngine),
     HookRow("step", waiting("running the engine's step")),
-    HookRow("step", expect_passes, PipelinedEngine),
-    HookRow("step", split.expect_scaled_loss, SplitEngine),
-    HookRow("step", split.forget_backwards, SplitEngine),
-    HookRow("zero_grad", split.forget_backwards, SplitEngine),
-    HookRow("destroy", report_times),
-    HookRow("destroy", split.report_prediction, SplitEngine),
-    HookRow("set_train_batch_size", refuse_batch_sizes),
-    HookRow("set_train_micro_batch_size", refuse_batch_sizes),
+    HookRow("step", before(expect_passes), PipelinedEngine),
+    HookRow("step", before(LossScaling.expect_scaled), SplitEngine, "scaling"),
+    HookRow("step", after(BackwardsOfStep.forget), SplitEngine, "backwards"),
+    HookRow("zero_grad", after(BackwardsOfStep.forget), SplitEngine, "backwards"),
+    HookRow("destroy", before(StepMonitor.report), part="monitor"),
+    HookRow("destroy", before(split.report_prediction), SplitEngine),
+    HookRow("set_train_batch_size", before(refuse_batch_sizes)),
+    HookRow("set_train_micro_batch_size", before(refuse_batch_sizes)),
     HookRow("save_checkpoint", recording(SAVE)),
     HookRow("save_checkpoint", waiting("saving a checkpoint")),
     HookRow("save_checkpoint", save_pipelines, PipelinedEngine),
     HookRow("save_checkpoint", split.save_checkpoint, SplitEngine),
-    HookRow("_copy_recovery_script", split.of_engine_alone(copy_script_last), SplitEngine),
+    HookRow("_copy_recovery_script", copy_script_last, SplitEngine, "engine"),
     HookRow("module_state_dict", frozen_state, PipelinedEngine),
     HookRow("load_checkpoint", waiting("loading a checkpoint"), PipelinedEngine),
     HookRow("load_checkpoint", load_any_plan, PipelinedEngine),
     HookRow("_load_checkpoint", waiting("loading a checkpoint"), SplitEngine),
     HookRow("_load_checkpoint", split.load_checkpoint, SplitEngine),
-    HookRow("_load_checkpoint", split.of_engine_alone(raise_on_all_ranks), SplitEngine),
-    HookRow("_load_checkpoint", split.of_stage3_alone(Stage3Checkpoints.examine), SplitEngine, "stage3"),
-    HookRow("_load_zero_checkpoint", split.of_engine_alone(load_any_layout), SplitEngine),
-    HookRow("_load_zero_checkpoint", split.of_stage3_alone(Stage3Checkpoints.load_state), SplitEngine, "stage3"),
-    HookRow(
-        "load_module_state_dict", split.of_stage3_alone(Stage3Checkpoints.load_frozen_parameters), SplitEngine, "stage3"
-    ),
-    HookRow("_get_all_ckpt_names", split.of_stage3_alone(Stage3Checkpoints.list_model_files), SplitEngine, "stage3"),
-    HookRow("_get_param_fragment_func", split.of_stage3_alone(Stage3Checkpoints.equal_shard), SplitEngine, "stage3"),
+    HookRow("_load_checkpoint", raise_on_all_ranks, SplitEngine, "engine"),
+    HookRow("_load_checkpoint", Stage3Checkpoints.examine, SplitEngine, "stage3"),
+    HookRow("_load_zero_checkpoint", load_any_layout, SplitEngine, "engine"),
+    HookRow("_load_zero_checkpoint", Stage3Checkpoints.load_state, SplitEngine, "stage3"),
+    HookRow("load_module_state_dict", Stage3Checkpoints.load_frozen_parameters, SplitEngine, "stage3"),
+    HookRow("_get_all_ckpt_names", Stage3Checkpoints.list_model_files, SplitEngine, "stage3"),
+    HookRow("_get_param_fragment_func", Stage3Checkpoints.equal_shard, SplitEngine, "stage3"),
 )
 """Of one method outermost first."""

@@ -1,6 +1,7 @@
 """Hooks around the methods of DeepSpeed's engine: those that every engine has, and those of a model that is no stage.
 
-How they are put on: `installer.EngineHooks`; in which order: `engine.HOOKS`.
+How they are put on: `installer.EngineHooks`; in which order: `engine.HOOKS`. `before`, `after` and `within` make a hook
+of what is done around any call.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,57 +35,98 @@ from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.values.section import SECTION
 
 
+def before(act: Callable[[Any], object]) -> Hook:
+    """Make a hook that acts and goes on to the method; ``act`` may refuse it."""
+
+    @functools.wraps(act)
+    def act_and_go_on(part: Any, method: Function, *args: object, **kwargs: object) -> object:
+        act(part)
+        return method(*args, **kwargs)
+
+    return act_and_go_on
+
+
+def after(act: Callable[[Any], object]) -> Hook:
+    """Make a hook that acts when the method has returned."""
+
+    @functools.wraps(act)
+    def go_on_and_act(part: Any, method: Function, *args: object, **kwargs: object) -> object:
+        result = method(*args, **kwargs)
+        act(part)
+        return result
+
+    return go_on_and_act
+
+
+def after_optimizer_step(act: Callable[[Any], object]) -> Hook:
+    """Make a hook that acts when the engine's step was one of the optimizer, and not of an accumulation."""
+
+    @functools.wraps(act)
+    def step_and_act(hooked: HookedEngine, step: Function, *args: object, **kwargs: object) -> object:
+        done = hooked.engine.global_steps
+        result = step(*args, **kwargs)
+        if hooked.engine.global_steps > done:
+            act(hooked)
+        return result
+
+    return step_and_act
+
+
+def within(context_of: Callable[[Any], AbstractContextManager[None]]) -> Hook:
+    """Make a hook that runs the method inside a context."""
+
+    @functools.wraps(context_of)
+    def go_on_within(part: Any, method: Function, *args: object, **kwargs: object) -> object:
+        with context_of(part):
+            return method(*args, **kwargs)
+
+    return go_on_within
+
+
 def waiting(phase: str) -> Hook:
     """Make a hook that reports a collective which broke or timed out inside the engine as `PeerError`."""
 
-    def name_lost_peers(hooked: HookedEngine, method: Function, *args: object, **kwargs: object) -> object:
-        with waiting_for_peers(phase):
-            return method(*args, **kwargs)
+    def name_lost_peers(hooked: HookedEngine) -> AbstractContextManager[None]:
+        return waiting_for_peers(phase)
 
-    return name_lost_peers
+    return within(name_lost_peers)
 
 
 def recording(call: str) -> Hook:
     """Make a hook that records a call in which ranks wait for one another, see `ds_hetero.runtime.peers.calls`."""
 
-    def record_call(hooked: HookedEngine, method: Function, *args: object, **kwargs: object) -> object:
-        own_calls.record(call)
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            own_calls.fail(error)
-            raise
+    def record_call(hooked: HookedEngine) -> AbstractContextManager[None]:
+        return _recorded(call)
 
-    return record_call
+    return within(record_call)
 
 
-def time_step(hooked: HookedEngine, step: Function, *args: object, **kwargs: object) -> object:
-    """Time the engine's step; after an optimizer step the monitor may look at all ranks' times, and change the plan."""
-    before = hooked.engine.global_steps
+@contextlib.contextmanager
+def _recorded(call: str) -> Iterator[None]:
+    own_calls.record(call)
+    try:
+        yield
+    except Exception as error:
+        own_calls.fail(error)
+        raise
+
+
+@contextlib.contextmanager
+def time_step(hooked: HookedEngine) -> Iterator[None]:
+    """Time the engine's step."""
     with hooked.clock.running(), hooked.clock.optimizer_step():
-        result = step(*args, **kwargs)
-    if hooked.engine.global_steps > before:
-        hooked.monitor.record_step(hooked.engine.global_samples)
-    return result
+        yield
 
 
-def save_after_step(hooked: HookedEngine, step: Function, *args: object, **kwargs: object) -> object:
-    """Take a step of an elastic job; see `ElasticState.around_step`."""
-    assert hooked.elastic is not None
-    return hooked.elastic.around_step(lambda: step(*args, **kwargs))
+def take_times(hooked: HookedEngine) -> None:
+    """Let the monitor look at all ranks' times after an optimizer step, and change the plan."""
+    hooked.monitor.record_step(hooked.engine.global_samples)
 
 
-def report_times(hooked: HookedEngine, destroy: Function, *args: object, **kwargs: object) -> object:
-    """Print the table of the ranks' times before the engine is gone."""
-    hooked.monitor.report()
-    return destroy(*args, **kwargs)
-
-
-def refuse_batch_sizes(hooked: HookedEngine, method: Function, *args: object, **kwargs: object) -> object:
+def refuse_batch_sizes(hooked: HookedEngine) -> None:
     """Refuse another batch size where the plan says what batches there are. Raises `ConfigError`: it does."""
     if (message := hooked.why_batch_is_fixed) is not None:
         raise ConfigError(message)
-    return method(*args, **kwargs)
 
 
 @dataclass(kw_only=True)
@@ -116,11 +160,12 @@ class SplitEngine(HookedEngine):
         )
 
 
-def time_forward(hooked: SplitEngine, forward: Function, *args: object, **kwargs: object) -> object:
+@contextlib.contextmanager
+def time_forward(hooked: SplitEngine) -> Iterator[None]:
     """Time a forward of the model."""
     clock, training = hooked.clock, hooked.model.times_forward and torch.is_grad_enabled()
     with clock.running(), clock.forward(training), _naming_batch(hooked.model):
-        return forward(*args, **kwargs)
+        yield
 
 
 def find_unit(hooked: SplitEngine, forward: Function, *args: object, **kwargs: object) -> object:
@@ -130,11 +175,12 @@ def find_unit(hooked: SplitEngine, forward: Function, *args: object, **kwargs: o
     return forward(*args, **kwargs)
 
 
-def time_backward(hooked: SplitEngine, backward: Function, *args: object, **kwargs: object) -> object:
+@contextlib.contextmanager
+def time_backward(hooked: SplitEngine) -> Iterator[None]:
     """Time a backward."""
     exchanges = not isinstance(hooked.model, WholeModel)
     with hooked.clock.running(), hooked.clock.backward(exchanges), _naming_batch(hooked.model):
-        return backward(*args, **kwargs)
+        yield
 
 
 @contextlib.contextmanager
@@ -153,13 +199,9 @@ def _naming_batch(model: SplitModel | WholeModel) -> Iterator[None]:
         ) from error
 
 
-def record_step(hooked: SplitEngine, step: Function, *args: object, **kwargs: object) -> object:
+def record_step(hooked: SplitEngine) -> None:
     """Note when an optimizer step was done, for the comparison with its prediction."""
-    before = hooked.engine.global_steps
-    result = step(*args, **kwargs)
-    if hooked.engine.global_steps > before:
-        hooked.prediction_check.record_step(time.perf_counter())
-    return result
+    hooked.prediction_check.record_step(time.perf_counter())
 
 
 def scale_loss(
@@ -179,47 +221,16 @@ def scale_loss(
     return result
 
 
-def expect_scaled_loss(hooked: SplitEngine, step: Function, *args: object, **kwargs: object) -> object:
-    """Refuse a step on gradients of a loss that did not come through ``engine.backward``."""
-    hooked.scaling.expect_scaled()
-    return step(*args, **kwargs)
-
-
-def begin_backward(hooked: SplitEngine, begin: Callable[[], None]) -> None:
-    """Keep the gradients of the backwards before, or refuse; see `backwards`."""
-    hooked.backwards.begin()
-    begin()
-
-
-def end_backward(hooked: SplitEngine, end: Callable[[], None]) -> None:
-    """Note that a backward has ended."""
-    hooked.clock.note_gradients()
-    end()
-    hooked.backwards.end()
-
-
-def forget_backwards(hooked: SplitEngine, method: Function, *args: object, **kwargs: object) -> object:
-    """After the gradients were used or dropped, the next backward is the first of a step."""
-    result = method(*args, **kwargs)
-    hooked.backwards.forget()
-    return result
-
-
-def report_prediction(hooked: SplitEngine, destroy: Function, *args: object, **kwargs: object) -> object:
+def report_prediction(hooked: SplitEngine) -> None:
     """Print how prediction and measurement compare before the engine is gone."""
     hooked.note_destroyed()
     hooked.prediction_check.report()
-    return destroy(*args, **kwargs)
 
 
-_record_forward = recording(FORWARD)
-
-
-def record_common_forward(hooked: SplitEngine, forward: Function, *args: object, **kwargs: object) -> object:
+def record_common_forward(hooked: SplitEngine) -> AbstractContextManager[None]:
     """Record a forward unless it is of a whole batch, or without gradients, and so this rank's own affair."""
-    if hooked.model.waits_in_forward and torch.is_grad_enabled():
-        return _record_forward(hooked, forward, *args, **kwargs)
-    return forward(*args, **kwargs)
+    is_common = hooked.model.waits_in_forward and torch.is_grad_enabled()
+    return _recorded(FORWARD) if is_common else contextlib.nullcontext()
 
 
 def save_checkpoint(hooked: SplitEngine, save: Function, *args: object, **kwargs: object) -> object:
@@ -242,23 +253,3 @@ def load_checkpoint(hooked: SplitEngine, load: Function, load_dir: str, tag: obj
     if manifest is not None and not weights_alone:
         restore_random_states(Path(load_dir, str(tag)), manifest)
     return loaded
-
-
-def of_engine_alone(hook: Function) -> Hook:
-    """Make a hook of a function of the engine alone."""
-
-    @functools.wraps(hook)
-    def of_engine(hooked: SplitEngine, method: Function, *args: object, **kwargs: object) -> object:
-        return hook(hooked.engine, method, *args, **kwargs)
-
-    return of_engine
-
-
-def of_stage3_alone(hook: Function) -> Hook:
-    """Make a hook of a method of `Stage3Checkpoints`."""
-
-    @functools.wraps(hook)
-    def of_stage3(hooked: SplitEngine, method: Function, *args: object, **kwargs: object) -> object:
-        return hook(hooked.stage3, method, *args, **kwargs)
-
-    return of_stage3

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
-from ds_hetero.frameworks.deepspeed.protocols import Engine, State
+from ds_hetero.frameworks.deepspeed.protocols import CheckpointEngine, Engine, State
 from ds_hetero.gradient_sync.transfers import local_tensor
 
 _TAG = "memory"
@@ -64,11 +64,11 @@ class PartTaker:
 
 
 @contextmanager
-def _in_place(engine: Any) -> Iterator[PartTaker]:
-    stock, taker = engine.checkpoint_engine, PartTaker(engine.checkpoint_engine)
-    engine.checkpoint_engine = taker
+def standing_in(engine: Any, stand_in: CheckpointEngine) -> Iterator[None]:
+    """Let the engine read and write its files through another checkpoint engine inside."""
+    stock, engine.checkpoint_engine = engine.checkpoint_engine, stand_in
     try:
-        yield taker
+        yield
     finally:
         engine.checkpoint_engine = stock
 
@@ -91,7 +91,8 @@ def parts_in_memory(engine: Any, *, with_frozen: bool = True) -> Iterator[dict[s
     try:
         for name in _OF_SCRIPTS:
             setattr(engine, name, dict)  # nothing, without looking at every module
-        with _in_place(engine) as taker:
+        taker = PartTaker(engine.checkpoint_engine)
+        with standing_in(engine, taker):
             kind._save_checkpoint(engine, "", _TAG, client_state={}, exclude_frozen_parameters=not with_frozen)
             if engine.save_zero_checkpoint:
                 kind._save_zero_checkpoint(engine, "", _TAG)
@@ -112,7 +113,7 @@ def load_parts(engine: Engine, parts: Mapping[str, Any], *, with_frozen: bool = 
     Caller: every rank.
     Collectives: those of DeepSpeed's ``load_checkpoint``.
     """
-    with tempfile.TemporaryDirectory(prefix="ds_hetero-") as folder, _in_place(engine):
+    with tempfile.TemporaryDirectory(prefix="ds_hetero-") as folder:
         (Path(folder) / _TAG).mkdir()
         try:
             for name, state in parts.items():
@@ -120,7 +121,8 @@ def load_parts(engine: Engine, parts: Mapping[str, Any], *, with_frozen: bool = 
                 path.touch()  # DeepSpeed and the hooks ask whether it is there
                 _states[str(path)] = state
             method: Function = engine.load_checkpoint  # type: ignore[attr-defined]  # with what is around it
-            loaded, _ = method(folder, _TAG, load_module_strict=with_frozen)
+            with standing_in(engine, PartTaker(engine.checkpoint_engine)):
+                loaded, _ = method(folder, _TAG, load_module_strict=with_frozen)
         finally:
             _states.clear()
     if loaded is None:

@@ -7,6 +7,8 @@ A hook is a function ``hook(hooked, method, *args, **kwargs)`` that is called in
 calls ``method``, which is the next hook or the engine's own, and returns what the caller of the engine gets. No other
 file replaces methods of an engine; `engine.HOOKS` lists the hooks.
 
+An mpu is what DeepSpeed asks, and `deepspeed.utils.groups` where it has one, for process groups by kind of parallelism.
+
 Engines that `ds_hetero.register` came too late for.
 """
 
@@ -17,24 +19,26 @@ import copy
 import functools
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine, load_ds_config
 from deepspeed.utils import groups
+from torch.distributed import ProcessGroup
 
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.engine.adapters import ElasticState
 from ds_hetero.engine.ds_config import DsConfig, enabled, says_batches
-from ds_hetero.engine.patching import Function, Patches
+from ds_hetero.engine.patching import Function, Patches, around
 from ds_hetero.engine.process import is_elastic
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed.protocols import Arguments, Engine, State
 from ds_hetero.job.monitor import StepMonitor
+from ds_hetero.runtime.peers.board import default_group
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.plans import BatchSplit
@@ -64,7 +68,7 @@ class HookRow(NamedTuple):
     method: str
     hook: Hook
     of: type[HookedEngine] = HookedEngine  # the engines that have it
-    part: str = "engine"  # of `HookedEngine`, without which (None) an engine does not have it
+    part: str = ""  # of `HookedEngine`, which the hook is given in its place; where it is None, there is no hook
 
 
 class EngineHooks:
@@ -73,10 +77,8 @@ class EngineHooks:
     def __init__(self, hooked: HookedEngine, table: Sequence[HookRow]) -> None:
         self._engine, self._names = weakref.ref(hooked.engine), {row.method for row in table}
         for row in reversed(table):
-            if isinstance(hooked, row.of) and getattr(hooked, row.part) is not None:
-                method = getattr(hooked.engine, row.method)
-                call = functools.update_wrapper(functools.partial(row.hook, hooked, method), method)
-                setattr(hooked.engine, row.method, call)
+            if isinstance(hooked, row.of) and (part := getattr(hooked, row.part) if row.part else hooked) is not None:
+                setattr(hooked.engine, row.method, around(row.hook, part)(getattr(hooked.engine, row.method)))
 
     def take_off(self) -> None:
         """Leave the engine, if it still exists, with its own methods."""
@@ -175,66 +177,49 @@ def report_batches_of_replicas(engine: Engine, replica: Replica) -> None:
         engine._config.train_micro_batch_size_per_gpu = split.micro_batch_sizes[replica.replica_id]
 
 
-class SequenceParallelState:
-    """The answers of `deepspeed.utils.groups` and of the mpu that users are given, for one replica.
+class Mpu:
+    """Answers ``get_KIND_parallel_group``, ``get_KIND_parallel_world_size`` and ``get_KIND_parallel_rank``.
 
-    ``initialize_sequence_parallel`` marks it, as in DeepSpeed, as an mpu without model parallelism.
+    Args:
+        groups: of this rank, by kind: ``"data"``, ``"model"``, ``"sequence"``.
+    """
+
+    def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
+        for kind, group in groups.items():
+            answers = {"group": group, "world_size": dist.get_world_size(group), "rank": dist.get_rank(group)}
+            for what, answer in answers.items():
+                setattr(self, f"get_{kind}_parallel_{what}", functools.partial(_the, answer))
+
+
+def _the(answer: object) -> object:
+    return answer
+
+
+class SequenceMpu(Mpu):
+    """An mpu with sequence parallelism; see `Mpu`.
 
     Args:
         size_given: the sequence-parallel size that the user gave, if any: the number of all ranks where replicas have
             different sizes.
     """
 
-    def __init__(self, replica: Replica, size_given: int | None) -> None:
-        self._replica, self.size_given = replica, size_given
+    def __init__(self, groups: Mapping[str, ProcessGroup], size_given: int | None = None) -> None:
+        super().__init__(groups)
+        self.size_given = size_given
 
     def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
-        """Groups exist already."""
-        raise ConfigError("the sequence-parallel groups were made by ds_hetero; do not initialize them again.")
-
-    def get_sequence_parallel_group(self) -> Any:
-        """All ranks of this replica."""
-        return self._replica.sp_group
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """Ranks of this replica."""
-        return self._replica.sp_size
-
-    def get_sequence_parallel_rank(self) -> int:
-        """This rank's index in its replica."""
-        return self._replica.sp_rank
-
-    def get_sequence_data_parallel_group(self) -> Any:
-        """All ranks: ZeRO partitions over them."""
-        return dist.group.WORLD
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        """Ranks of the job."""
-        return dist.get_world_size()
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        """This rank."""
-        return dist.get_rank()
+        """Raise `ConfigError`: groups exist. Its name marks, as in DeepSpeed, an mpu without model parallelism."""
+        raise ConfigError("the sequence-parallel groups are made by ds_hetero; do not initialize them again.")
 
 
-class OneWorker:
-    """An mpu whose sequence-parallel group is the whole job."""
+def mpu_of_replica(replica: Replica, size_given: int | None) -> SequenceMpu:
+    """Sequence parallelism over this rank's replica; ZeRO partitions over all ranks."""
+    return SequenceMpu({"sequence": replica.sp_group, "sequence_data": default_group()}, size_given)
 
-    def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
-        """Groups exist already."""
-        raise ConfigError("the groups of the pipelines are made by ds_hetero; do not initialize them again.")
 
-    def get_sequence_parallel_group(self) -> Any:
-        """All ranks."""
-        return dist.group.WORLD
-
-    def get_sequence_parallel_world_size(self) -> int:
-        """Ranks of the job."""
-        return dist.get_world_size()
-
-    def get_sequence_parallel_rank(self) -> int:
-        """This rank."""
-        return dist.get_rank()
+def mpu_of_one_worker() -> SequenceMpu:
+    """Sequence parallelism over the whole job, which is then one worker."""
+    return SequenceMpu({"sequence": default_group()})
 
 
 def expect_one_worker(size: int) -> None:
@@ -247,7 +232,7 @@ def expect_one_worker(size: int) -> None:
 
 
 @contextlib.contextmanager
-def sequence_parallelism_hidden(replica_state: SequenceParallelState, patches: Patches) -> Iterator[None]:
+def sequence_parallelism_hidden(replica_state: SequenceMpu, patches: Patches) -> Iterator[None]:
     """Let `groups` know no sequence parallelism inside, where an engine is built, and the replica's afterwards."""
     before = groups.mpu, groups.mesh_device
     groups.mpu = groups.mesh_device = None

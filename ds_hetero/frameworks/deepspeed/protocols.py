@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -66,43 +66,20 @@ class Engine(Protocol):
     seq_parallel_group: ProcessGroup
     tput_timer: ThroughputTimer
 
-    def bfloat16_enabled(self) -> bool:
-        """Whether the model is trained in bf16."""
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of an optimizer step, by which ``backward`` divides the loss."""
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the optimizer steps on the gradients of the present backward."""
-
-    def load_universal_checkpoint(self) -> bool:
-        """Whether checkpoints to load are universal ones."""
-
-    def steps_per_print(self) -> float | None:
-        """Steps between two lines of the log."""
-
-    def zero_load_from_fp32_weights(self) -> bool:
-        """Whether loading takes the saved master weights, else those of the model."""
-
-    def zero_optimization_partition_weights(self) -> bool:
-        """Whether parameters are partitioned: ZeRO stage 3."""
-
-    def zero_optimization_stage(self) -> int:
-        """0 to 3."""
-
-    def _copy_recovery_script(self, save_path: str) -> None: ...
-
-    def _get_all_ckpt_names(self, checkpoints_path: str, tag: Any) -> list[str]: ...
-
-    def _get_all_zero_checkpoint_names(self, load_dir: str, tag: Any, bf16_mode: bool) -> list[str]: ...
-
-    def _get_ckpt_name(self, checkpoints_path: str, tag: Any, pp_placeholder: str) -> str: ...
-
-    def _get_rank_zero_ckpt_name(
-        self, checkpoints_path: str, tag: Any, mp_rank: int, dp_rank: int, bf16_mode: bool
-    ) -> str: ...
-
-    def _get_zero_param_shapes(self) -> list[Content]: ...
+    bfloat16_enabled: Callable[[], bool]  # whether the model is trained in bf16
+    gradient_accumulation_steps: Callable[[], int]  # micro-batches of a step, by which ``backward`` divides the loss
+    is_gradient_accumulation_boundary: Callable[[], bool]  # whether the optimizer steps on the present gradients
+    load_universal_checkpoint: Callable[[], bool]  # whether checkpoints to load are universal ones
+    steps_per_print: Callable[[], float | None]  # steps between two lines of the log
+    zero_load_from_fp32_weights: Callable[[], bool]  # whether loading takes master weights, else those of the model
+    zero_optimization_partition_weights: Callable[[], bool]  # whether parameters are partitioned: ZeRO stage 3
+    zero_optimization_stage: Callable[[], int]  # 0 to 3
+    _copy_recovery_script: Callable[[str], None]  # of the path to copy it to
+    _get_all_ckpt_names: Callable[[str, Any], list[str]]  # of a folder and a tag
+    _get_all_zero_checkpoint_names: Callable[[str, Any, bool], list[str]]  # of a folder, a tag, and whether in bf16
+    _get_ckpt_name: Callable[..., str]
+    _get_rank_zero_ckpt_name: Callable[..., str]
+    _get_zero_param_shapes: Callable[[], list[Content]]
 
 
 class ZeroShard(Protocol):
@@ -116,11 +93,8 @@ class ZeroShard(Protocol):
     final_location: object
     status: object
 
-    def detach(self) -> Tensor:
-        """The tensor."""
-
-    def to(self, dtype: torch.dtype) -> Tensor:
-        """The tensor in another type."""
+    detach: Callable[[], Tensor]
+    to: Callable[[torch.dtype], Tensor]
 
 
 class ZeroParameter(Protocol):
@@ -139,11 +113,6 @@ class ZeroParameter(Protocol):
     all_gather_coalesced: Any
     partition_numel: Any
 
-    def all_gather(self) -> object:
-        """Make it whole."""
-
-    def partition(self) -> None:
-        """Keep this rank's shard alone."""
-
-    def ds_summary(self) -> object:
-        """Describe it, for errors."""
+    all_gather: Callable[[], object]  # make it whole
+    partition: Callable[[], None]  # keep this rank's shard alone
+    ds_summary: Callable[[], object]  # describe it, for errors

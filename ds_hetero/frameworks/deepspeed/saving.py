@@ -26,7 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_hetero.common.reading import write_whole
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
-from ds_hetero.frameworks.deepspeed.in_memory import PartTaker
+from ds_hetero.frameworks.deepspeed.in_memory import PartTaker, standing_in
 from ds_hetero.frameworks.deepspeed.protocols import CheckpointEngine, Content, Engine, State
 from ds_hetero.job.checkpoints import (
     DRAFT,
@@ -75,7 +75,7 @@ def save_whole(
     folder, rank = Path(save_dir, tag), dist.get_rank()
     save_id = _agree_to_begin(folder, tag)
     writer = _PartWriter(engine.checkpoint_engine, draft_of(folder), {"step": engine.global_steps, "save_id": save_id})
-    with _writing_with(engine, writer):
+    with standing_in(engine, writer):
         draft_tag = os.path.normpath(tag) + DRAFT
         saved = save(save_dir, draft_tag, client_state or {}, save_latest=False, **kwargs)
         save_random_states(engine.checkpoint_engine, draft_of(folder))
@@ -151,16 +151,6 @@ def copy_script_last(engine: Engine, copy: Callable[[str], None], save_path: str
         writer.attempt(lambda: copy(save_path), save_path)
     elif not isinstance(writer, PartTaker):
         copy(save_path)
-
-
-@contextlib.contextmanager
-def _writing_with(engine: Engine, writer: _PartWriter) -> Iterator[None]:
-    """Let the engine write its files through ``writer``."""
-    stock, engine.checkpoint_engine = engine.checkpoint_engine, writer
-    try:
-        yield
-    finally:
-        engine.checkpoint_engine = stock
 
 
 def _agree_on_parts(engine: Engine, folder: Path, writer: _PartWriter) -> dict[str, SavedFile]:

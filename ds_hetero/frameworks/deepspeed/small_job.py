@@ -40,17 +40,11 @@ def train_one_step(
 
     Caller: every rank of the world.
     """
-    with _quiet():
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(ds_config))
-        try:
-            own = handle.for_engine(engine)
-            (loss,) = [_step(own, engine, shard) for shard in own.dataloader([batch], batches="same")]
-            weights = {name: _whole(parameter) for name, parameter in engine.module.named_parameters()}
-            norm = engine.get_global_grad_norm()
-            return StepOutcome(loss, None if norm is None else float(norm), weights)
-        finally:
-            engine.destroy()
-            handle.undo()
+    with _engine_for(handle, model, optimizer, ds_config) as (engine, own):
+        (loss,) = [_step(own, engine, shard) for shard in own.dataloader([batch], batches="same")]
+        weights = {name: _whole(parameter) for name, parameter in engine.module.named_parameters()}
+        norm = engine.get_global_grad_norm()
+        return StepOutcome(loss, None if norm is None else float(norm), weights)
 
 
 def time_steps(
@@ -66,22 +60,30 @@ def time_steps(
     """
     accelerator, seconds, peak = deepspeed.get_accelerator(), [], None
     on_device = accelerator.device_name() != "cpu"
+    with _engine_for(handle, model, optimizer, ds_config) as (engine, own):
+        for shard in own.dataloader(list(batches), batches="same"):
+            torch.distributed.barrier()
+            if on_device:
+                accelerator.synchronize()
+                accelerator.reset_peak_memory_stats()
+            begin = time.perf_counter()
+            _step(own, engine, shard)  # reads the loss, and so waits for the device
+            if on_device:
+                accelerator.synchronize()
+                peak = int(accelerator.max_memory_allocated())
+            seconds.append(time.perf_counter() - begin)
+    return seconds, peak
+
+
+@contextmanager
+def _engine_for(
+    handle: Handle, model: nn.Module, optimizer: torch.optim.Optimizer, ds_config: DsConfig
+) -> Iterator[tuple[Any, Handle]]:
+    """An engine and its handle; afterwards the registration is undone."""
     with _quiet():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=dict(ds_config))
         try:
-            own = handle.for_engine(engine)
-            for shard in own.dataloader(list(batches), batches="same"):
-                torch.distributed.barrier()
-                if on_device:
-                    accelerator.synchronize()
-                    accelerator.reset_peak_memory_stats()
-                begin = time.perf_counter()
-                _step(own, engine, shard)  # reads the loss, and so waits for the device
-                if on_device:
-                    accelerator.synchronize()
-                    peak = int(accelerator.max_memory_allocated())
-                seconds.append(time.perf_counter() - begin)
-            return seconds, peak
+            yield engine, handle.for_engine(engine)
         finally:
             engine.destroy()
             handle.undo()

@@ -209,7 +209,7 @@ def _sharded_attention(
         softcap=options.softcap,
         sinks=options.s_aux,
     )
-    with without_autocast(query.device):
+    with torch.autocast(query.device.type, enabled=False):  # partial results are merged in fp32
         out = attention(query, key, value, forward.replica, forward.batch, spec, forward.clock)
     if forward.is_placeholder:
         out = nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
@@ -316,10 +316,3 @@ def cast_alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
         return query, key, value
     dtype = torch.get_autocast_dtype(device)
     return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-@contextlib.contextmanager
-def without_autocast(device: torch.device) -> Iterator[None]:
-    """Compute inside in the data types given: partial results of attention are merged in fp32."""
-    with torch.autocast(device.type, enabled=False):
-        yield

@@ -11,7 +11,6 @@ checkpoint; where a step ends an epoch, those of the epoch too.
 
 from __future__ import annotations
 
-import functools
 import json
 import tempfile
 from dataclasses import asdict
@@ -27,7 +26,7 @@ from transformers.trainer_callback import ExportableState
 from ds_hetero.elastic.restart import Found, Kept, find_newest
 from ds_hetero.elastic.worker import own_worker
 from ds_hetero.engine.adapters import ElasticState
-from ds_hetero.engine.patching import Function
+from ds_hetero.engine.patching import Function, around
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import CheckpointError
 from ds_hetero.runtime.data.epochs import drawing_from
@@ -42,9 +41,9 @@ _RUNNING = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initi
 def install(registry: Registry) -> None:
     """Let trainings of elastic jobs go on from memory."""
     replace = registry.patches.replace
-    replace(Trainer, "train", lambda stock: _going_on(registry, stock))
-    replace(Trainer, "_maybe_log_save_evaluate", _saving_after)
-    replace(transformers.trainer, "deepspeed_load_checkpoint", _loading_from_memory)
+    replace(Trainer, "train", around(_train, registry))
+    replace(Trainer, "_maybe_log_save_evaluate", around(_save_after))
+    replace(transformers.trainer, "deepspeed_load_checkpoint", around(_load_from_memory))
 
 
 class _Training:
@@ -146,44 +145,39 @@ class _Beginning(TrainerCallback):  # type: ignore[misc]
         self._training.begin()
 
 
-def _going_on(registry: Registry, stock: Function) -> Function:
-    @functools.wraps(stock)
-    def train(trainer: Trainer, resume_from_checkpoint: Any = None, *args: object, **kwargs: object) -> object:
-        worker = own_worker()
-        if worker is None or not registry.adapters.processes.asks_for_engine(trainer.accelerator):
-            return stock(trainer, resume_from_checkpoint, *args, **kwargs)
-        found = find_newest(worker, dist.new_group(backend="gloo"))
-        with tempfile.TemporaryDirectory(prefix="ds_hetero-") as folder:
-            training = _trainings[folder] = _Training(registry, trainer, found, Path(folder))
-            callback = _Beginning(training)
-            trainer.add_callback(callback)
-            try:
-                return stock(trainer, resume_from_checkpoint if found.kept is None else folder, *args, **kwargs)
-            finally:
-                trainer.remove_callback(callback)
-                del _trainings[folder]
-
-    return train
-
-
-def _saving_after(stock: Function) -> Function:
-    @functools.wraps(stock)
-    def log_save_evaluate(trainer: Trainer, *args: object, **kwargs: object) -> None:
-        stock(trainer, *args, **kwargs)
-        for training in _trainings.values():
-            if training.is_of(trainer):
-                training.end_step()
-
-    return log_save_evaluate
+def _train(
+    registry: Registry,
+    stock: Function,
+    trainer: Trainer,
+    resume_from_checkpoint: Any = None,
+    *args: object,
+    **kwargs: object,
+) -> object:
+    worker = own_worker()
+    if worker is None or not registry.adapters.processes.asks_for_engine(trainer.accelerator):
+        return stock(trainer, resume_from_checkpoint, *args, **kwargs)
+    found = find_newest(worker, dist.new_group(backend="gloo"))
+    with tempfile.TemporaryDirectory(prefix="ds_hetero-") as folder:
+        training = _trainings[folder] = _Training(registry, trainer, found, Path(folder))
+        callback = _Beginning(training)
+        trainer.add_callback(callback)
+        try:
+            return stock(trainer, resume_from_checkpoint if found.kept is None else folder, *args, **kwargs)
+        finally:
+            trainer.remove_callback(callback)
+            del _trainings[folder]
 
 
-def _loading_from_memory(stock: Function) -> Function:
-    @functools.wraps(stock)
-    def load_checkpoint(engine: Any, checkpoint_path: str, *args: object, **kwargs: object) -> None:
-        training = _trainings.get(str(checkpoint_path))
-        if training is None:
-            stock(engine, checkpoint_path, *args, **kwargs)
-        else:
-            training.load()
+def _save_after(stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> None:
+    stock(trainer, *args, **kwargs)
+    for training in _trainings.values():
+        if training.is_of(trainer):
+            training.end_step()
 
-    return load_checkpoint
+
+def _load_from_memory(stock: Function, engine: Any, checkpoint_path: str, *args: object, **kwargs: object) -> None:
+    training = _trainings.get(str(checkpoint_path))
+    if training is None:
+        stock(engine, checkpoint_path, *args, **kwargs)
+    else:
+        training.load()

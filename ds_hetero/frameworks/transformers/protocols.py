@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -17,64 +17,29 @@ class ModelConfig(Protocol):
     _attn_implementation: str | None
     _attn_implementation_internal: str | None
 
-    def get_text_config(self) -> ModelConfig:
-        """The part of a multimodal configuration that describes the decoder of text; else the configuration itself."""
-
-    def to_dict(self) -> Entries:
-        """The content of config.json."""
-
-    def to_json_string(self, use_diff: bool = True) -> str:
-        """The content of config.json as text, with all keys or with those that are not the model's defaults."""
-
-    def save_pretrained(self, save_directory: str) -> None:
-        """Write config.json."""
+    get_text_config: Callable[[], ModelConfig]  # the part that describes the decoder of text, else all of it
+    to_dict: Callable[[], Entries]  # the content of config.json
+    to_json_string: Callable[..., str]  # the same as text, with all keys or those that are not the model's defaults
+    save_pretrained: Callable[[str], None]  # write config.json into a folder
 
 
 class PretrainedModel(Protocol):
     """A `transformers.PreTrainedModel`."""
 
     config: ModelConfig
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters."""
-
-    @property
-    def base_model(self) -> nn.Module:
-        """The decoder, without the head."""
-
-    def modules(self) -> Iterator[nn.Module]:
-        """The model and all modules inside."""
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The same with their names."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters."""
-
-    def forward(self, *args: object, **kwargs: object) -> Any:
-        """Run by a call of the model; its parameters say which arguments it takes."""
-
-    def get_decoder(self) -> nn.Module:
-        """The part of it that turns embeddings of tokens into hidden states."""
-
-    def get_output_embeddings(self) -> nn.Module:
-        """The head that turns hidden states into logits."""
-
-    def get_input_embeddings(self) -> nn.Module | None:
-        """Module that turns tokens into embeddings."""
-
-    def register_forward_pre_hook(self, hook: Any) -> Any:
-        """Run ``hook`` before every forward; the handle removes it."""
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Give a module of the model its first values, but for parameters that are marked as filled."""
-
-    def is_backend_compatible(self) -> bool:
-        """Whether every layer takes its attention function from transformers' registry."""
-
-    def set_attn_implementation(self, attn_implementation: str) -> None:
-        """Let all layers use the attention function of that name."""
+    dtype: torch.dtype  # of the parameters
+    base_model: nn.Module  # the decoder, without the head
+    modules: Callable[[], Iterator[nn.Module]]
+    named_modules: Callable[[], Iterator[tuple[str, nn.Module]]]
+    parameters: Callable[[], Iterator[nn.Parameter]]
+    forward: Callable[..., Any]  # run by a call of the model; its parameters say which arguments it takes
+    get_decoder: Callable[[], nn.Module]  # what turns embeddings of tokens into hidden states
+    get_output_embeddings: Callable[[], nn.Module]  # the head that turns hidden states into logits
+    get_input_embeddings: Callable[[], nn.Module | None]  # what turns tokens into embeddings
+    register_forward_pre_hook: Callable[[Any], Any]  # of a hook to run before every forward; its handle removes it
+    _init_weights: Callable[[nn.Module], None]  # first values of a module, but for parameters marked as filled
+    is_backend_compatible: Callable[[], bool]  # whether every layer takes its attention from transformers' registry
+    set_attn_implementation: Callable[[str], None]  # let all layers use the attention function of that name
 
 
 class AttentionLayer(Protocol):

@@ -10,7 +10,6 @@ evaluation are those of one process.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import shutil
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from transformers import Trainer
 
 from ds_hetero.engine.forward_mode import Wanted, sharded_calls, sharding, wanted_results
 from ds_hetero.engine.loader import stands_for_none
-from ds_hetero.engine.patching import Function
+from ds_hetero.engine.patching import Function, around
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import BatchError, CheckpointError, ConfigError, HeteroError, PeerError, VersionError
 from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
@@ -71,14 +70,6 @@ def takes_whole_batches(registry: Registry, trainer: Trainer) -> bool:
     return from_logits or registry.adapters.trainers.needs_whole_sequences(trainer)
 
 
-def expect_equal_replicas(trainer: Trainer) -> None:
-    """Refuse a loss of whole sequences where replicas take different batches; always raises `ConfigError`."""
-    raise ConfigError(
-        f"{type(trainer).__name__} computes its loss from whole sequences, by which replicas weigh alike, but "
-        "these take different batches. Give all replicas of the schedule the same micro_batch_size and micro_batches."
-    )
-
-
 @contextlib.contextmanager
 def calls_sharded(registry: Registry, trainer: Trainer) -> Iterator[None]:
     """Let the models of a trainer be called by sharded calls, and its numbers be gathered once per replica.
@@ -116,34 +107,24 @@ def _accepts_loss_kwargs(trainer: Trainer) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds
 
 
-def evaluating(registry: Registry, stock: Function) -> Function:
+def _evaluate(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> object:
     """Replace ``Trainer.evaluate`` and ``Trainer.predict``."""
-
-    @functools.wraps(stock)
-    def evaluate(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        if not (is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)):
-            return stock(trainer, *args, **kwargs)
-        with calls_sharded(registry, trainer):
-            return stock(trainer, *args, **kwargs)
-
-    return evaluate
+    if not (is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)):
+        return stock(trainer, *args, **kwargs)
+    with calls_sharded(registry, trainer):
+        return stock(trainer, *args, **kwargs)
 
 
-def training_step(registry: Registry, stock: Function) -> Function:
+def _training_step(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> object:
     """Replace ``Trainer.training_step``: it computes its loss as one process per replica does, or of unlike batches."""
-
-    @functools.wraps(stock)
-    def step(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        unlike = unlike_steps(registry, trainer)
-        if unlike is not None and unlike.computes_loss_itself:
-            with unlike.scaling_own_loss():
-                return stock(trainer, *args, **kwargs)
-        if wanted_results() is None:
+    unlike = unlike_steps(registry, trainer)
+    if unlike is not None and unlike.computes_loss_itself:
+        with unlike.scaling_own_loss():
             return stock(trainer, *args, **kwargs)
-        with registry.adapters.processes.one_process_per_replica():
-            return stock(trainer, *args, **kwargs)
-
-    return step
+    if wanted_results() is None:
+        return stock(trainer, *args, **kwargs)
+    with registry.adapters.processes.one_process_per_replica():
+        return stock(trainer, *args, **kwargs)
 
 
 _WITHOUT = "Train it without sequence parallelism, on one rank per sequence, or in a loop by handle.sharded_call."
@@ -193,120 +174,102 @@ def expect_labels(trainer: Trainer, batch: Batch) -> None:
 def install(registry: Registry) -> None:
     """Replace the methods that count batches, samples and tokens, and the loss."""
     replace = registry.patches.replace
-    replace(Trainer, "__init__", lambda stock: _noting_constructed(registry, stock))
-    replace(Trainer, "_inner_training_loop", lambda stock: _accumulating_micro_steps(registry, stock))
-    replace(Trainer, "_get_dataloader", lambda stock: _loading_over_replicas(registry, stock))
-    replace(Trainer, "set_initial_training_values", lambda stock: _counting_batches_once(registry, stock))
-    replace(Trainer, "get_batch_samples", lambda stock: _counting_items(registry, stock))
-    replace(Trainer, "compute_loss", lambda stock: _loss_of_whole_batch(registry, stock))
-    replace(Trainer, "_track_num_input_tokens", _counting_tokens_once)
+    replace(Trainer, "__init__", around(_note_constructed, registry))
+    replace(Trainer, "_inner_training_loop", around(_accumulate_micro_steps, registry))
+    replace(Trainer, "_get_dataloader", around(_get_dataloader, registry))
+    replace(Trainer, "set_initial_training_values", around(_set_initial_training_values, registry))
+    replace(Trainer, "get_batch_samples", around(_get_batch_samples, registry))
+    replace(Trainer, "compute_loss", around(_compute_loss, registry))
+    replace(Trainer, "_track_num_input_tokens", around(_track_num_input_tokens))
     replace(transformers.trainer, "skip_first_batches", registry.adapters.processes.skip_first_batches)
-    replace(Trainer, "training_step", lambda stock: training_step(registry, stock))
+    replace(Trainer, "training_step", around(_training_step, registry))
     for name in ("evaluate", "predict"):
-        replace(Trainer, name, lambda stock: evaluating(registry, stock))
-    replace(Trainer, "save_model", lambda stock: saving_stages(registry, stock))
+        replace(Trainer, name, around(_evaluate, registry))
+    replace(Trainer, "save_model", around(_save_stages, registry))
     for name in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
-        replace(Trainer, name, lambda stock: failing_together(registry, stock))
-    replace(Trainer, "_save_checkpoint", lambda stock: marking_unfinished(registry, stock))
+        replace(Trainer, name, around(_fail_together, registry))
+    replace(Trainer, "_save_checkpoint", around(_mark_unfinished, registry))
 
 
-def _noting_constructed(registry: Registry, stock: Function) -> Function:
+def _note_constructed(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> None:
     """Right after it, a Trainer of another library may be made ready for sequence parallelism."""
-
-    @functools.wraps(stock)
-    def init(trainer: Trainer, *args: object, **kwargs: object) -> None:
-        stock(trainer, *args, **kwargs)
-        if is_sharded(registry, trainer):
-            adapters = registry.adapters
-            adapters.trainers.note_constructed(trainer, registry.patches, registry.find_split, adapters.processes)
-
-    return init
+    stock(trainer, *args, **kwargs)
+    if is_sharded(registry, trainer):
+        adapters = registry.adapters
+        adapters.trainers.note_constructed(trainer, registry.patches, registry.find_split, adapters.processes)
 
 
-def _accumulating_micro_steps(registry: Registry, stock: Function) -> Function:
+def _accumulate_micro_steps(registry: Registry, stock: Function, *args: object, **kwargs: object) -> object:
     """Where replicas take different batches, an optimizer step is as many micro-batches as the busiest of them has.
 
     For the time of the loop; before and after, the arguments are what the user gave.
     """
-    signature = inspect.signature(stock)
-
-    @functools.wraps(stock)
-    def inner_training_loop(*args: object, **kwargs: object) -> object:
-        given = signature.bind(*args, **kwargs).arguments
-        trainer, arguments = given["self"], given["args"]
-        is_whole = is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)
-        if is_sharded(registry, trainer):
-            registry.adapters.trainers.expect_known(trainer)
-            expect_splittable(trainer)
-        elif takes_unlike_batches(registry, trainer):
-            expect_plain_samples(trainer, of_sequences=registry.adapters.trainers.needs_whole_sequences(trainer))
-        batches = _replica_batches(registry, trainer)
-        if is_whole and batches is not None:
-            expect_equal_replicas(trainer)
-        if batches is None:
-            alone = sharding(False) if _is_alone(registry, trainer) else contextlib.nullcontext()
-            with calls_sharded(registry, trainer) if is_whole else alone:
-                return stock(*args, **kwargs)
-        if not arguments.average_tokens_across_devices:
-            raise ConfigError(
-                "average_tokens_across_devices=False weighs replicas alike, but these take different batches "
-                f"({batches.split}); leave it out."
-            )
-        steps = arguments.gradient_accumulation_steps
-        arguments.gradient_accumulation_steps = batches.split.micro_steps
-        try:
-            return stock(*args, **kwargs)
-        finally:
-            arguments.gradient_accumulation_steps = steps
-
-    return inner_training_loop
-
-
-def _expect_loss_only(trainer: Trainer) -> None:
-    """Refuse metrics of logits, which no rank of pipelines has whole. Raises `ConfigError`."""
-    if trainer.compute_metrics is not None:
+    given = inspect.signature(stock).bind(*args, **kwargs).arguments
+    trainer, arguments = given["self"], given["args"]
+    is_whole = is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)
+    if is_sharded(registry, trainer):
+        registry.adapters.trainers.expect_known(trainer)
+        expect_splittable(trainer)
+    elif takes_unlike_batches(registry, trainer):
+        expect_plain_samples(trainer, of_sequences=registry.adapters.trainers.needs_whole_sequences(trainer))
+    batches = _replica_batches(registry, trainer)
+    if is_whole and batches is not None:
         raise ConfigError(
-            "compute_metrics needs logits, which stay on the last stages of pipelines. Leave it out and use eval_loss."
+            f"{type(trainer).__name__} computes its loss from whole sequences, by which replicas weigh alike, but "
+            "these take different batches. Give all replicas of the schedule the same micro_batch_size and "
+            "micro_batches."
         )
+    if batches is None:
+        alone = sharding(False) if _is_alone(registry, trainer) else contextlib.nullcontext()
+        with calls_sharded(registry, trainer) if is_whole else alone:
+            return stock(*args, **kwargs)
+    if not arguments.average_tokens_across_devices:
+        raise ConfigError(
+            "average_tokens_across_devices=False weighs replicas alike, but these take different batches "
+            f"({batches.split}); leave it out."
+        )
+    steps = arguments.gradient_accumulation_steps
+    arguments.gradient_accumulation_steps = batches.split.micro_steps
+    try:
+        return stock(*args, **kwargs)
+    finally:
+        arguments.gradient_accumulation_steps = steps
 
 
-def _loading_over_replicas(registry: Registry, stock: Function) -> Function:
-    @functools.wraps(stock)
-    def get_dataloader(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        is_pipelined = registry.is_pipelined(trainer.model)
-        if is_pipelined:
-            _expect_loss_only(trainer)
-            trainer.gather_function = lambda values, *args, **kwargs: values  # all ranks evaluate the same batch
-        is_unlike = takes_unlike_batches(registry, trainer)
-        is_whole = not is_unlike and takes_whole_batches(registry, trainer)
-        over_replicas = kwargs.get("is_training") or is_pipelined or is_whole
-        if not over_replicas or not (is_unlike or is_sharded(registry, trainer)):
-            return stock(trainer, *args, **kwargs)
-        loaders_over_replicas = registry.adapters.processes.loaders_over_replicas
-        with loaders_over_replicas(trainer.get_sp_size(), _replica_batches(registry, trainer)):
-            return stock(trainer, *args, **kwargs)
+def _get_dataloader(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> object:
+    is_pipelined = registry.is_pipelined(trainer.model)
+    if is_pipelined:
+        if trainer.compute_metrics is not None:
+            raise ConfigError(
+                "compute_metrics needs logits, which stay on the last stages of pipelines. Leave it out and use "
+                "eval_loss."
+            )
+        trainer.gather_function = lambda values, *args, **kwargs: values  # all ranks evaluate the same batch
+    is_unlike = takes_unlike_batches(registry, trainer)
+    is_whole = not is_unlike and takes_whole_batches(registry, trainer)
+    over_replicas = kwargs.get("is_training") or is_pipelined or is_whole
+    if not over_replicas or not (is_unlike or is_sharded(registry, trainer)):
+        return stock(trainer, *args, **kwargs)
+    loaders_over_replicas = registry.adapters.processes.loaders_over_replicas
+    with loaders_over_replicas(trainer.get_sp_size(), _replica_batches(registry, trainer)):
+        return stock(trainer, *args, **kwargs)
 
-    return get_dataloader
 
-
-def _counting_batches_once(registry: Registry, stock: Function) -> Function:
+def _set_initial_training_values(
+    registry: Registry, stock: Function, trainer: Trainer, args: Any, dataloader: Any
+) -> object:
     """Stock expects its loader adapter to yield every batch once per rank; ours yields it once."""
-
-    @functools.wraps(stock)
-    def set_initial_training_values(trainer: Trainer, args: Any, dataloader: Any) -> object:
-        if not (is_sharded(registry, trainer) or takes_unlike_batches(registry, trainer)):
-            return stock(trainer, args, dataloader)
-        samples, reader = trainer.get_total_train_batch_size(args), reader_of(dataloader)
-        if reader is not None:
-            samples, dataloader = reader.split.samples, _MicroSteps(dataloader.dataset, reader)
-        trainer.get_sp_size = lambda: 1
-        trainer.get_total_train_batch_size = lambda args: samples
-        try:
-            return stock(trainer, args, dataloader)
-        finally:
-            del trainer.get_sp_size, trainer.get_total_train_batch_size
-
-    return set_initial_training_values
+    if not (is_sharded(registry, trainer) or takes_unlike_batches(registry, trainer)):
+        return stock(trainer, args, dataloader)
+    samples, reader = trainer.get_total_train_batch_size(args), reader_of(dataloader)
+    if reader is not None:
+        samples, dataloader = reader.split.samples, _MicroSteps(dataloader.dataset, reader)
+    trainer.get_sp_size = lambda: 1
+    trainer.get_total_train_batch_size = lambda args: samples
+    try:
+        return stock(trainer, args, dataloader)
+    finally:
+        del trainer.get_sp_size, trainer.get_total_train_batch_size
 
 
 @dataclass(frozen=True)
@@ -320,87 +283,81 @@ class _MicroSteps:
         return steps_in_epoch(self.reader) * self.reader.split.micro_steps
 
 
-def _counting_items(registry: Registry, stock: Function) -> Function:
+def _get_batch_samples(
+    registry: Registry, stock: Function, trainer: Trainer, epoch_iterator: Any, num_batches: int, device: torch.device
+) -> object:
     """Valid labels of the whole accumulated batch, over all ranks; times the replicas where each is to weigh alike.
 
     Batches are drawn before the Trainer sets the model to training, and must be shards nevertheless.
     """
-
-    @functools.wraps(stock)
-    def get_batch_samples(trainer: Trainer, epoch_iterator: Any, num_batches: int, device: torch.device) -> object:
-        if (unlike := unlike_steps(registry, trainer)) is not None:
-            _say_whether_scaled(trainer, scaled=True)
-            return unlike.take(epoch_iterator, num_batches, device)
-        split = _shared_by_ranks(registry, trainer)
-        if registry.is_pipelined(trainer.model):  # its forward counts the labels of the global batch
-            return stock(trainer, epoch_iterator, num_batches, device)[0], None
-        if split is None:
-            return stock(trainer, epoch_iterator, num_batches, device)
-        if wanted_results() is not None:
-            batches, items = stock(trainer, epoch_iterator, num_batches, device)
-            return batches, None if items is None else items * trainer.get_sp_size()  # gathered once per replica
-        with sharding(True), naming_trainer(trainer):
-            batches, _ = stock(trainer, epoch_iterator, num_batches, device)
-        if not batches:
-            return batches, None
-        for batch in batches:
-            expect_labels(trainer, batch)
-        items = torch.as_tensor(sum(batch["shift_labels"].ne(IGNORE_INDEX).sum() for batch in batches), device=device)
-        if trainer.args.average_tokens_across_devices:
-            dist.all_reduce(items)
-            return batches, items
-        dist.all_reduce(items, group=split.replica.sp_group)
-        return batches, items * split.replica.num_replicas
-
-    return get_batch_samples
+    if (unlike := unlike_steps(registry, trainer)) is not None:
+        _say_whether_scaled(trainer, scaled=True)
+        return unlike.take(epoch_iterator, num_batches, device)
+    split = _shared_by_ranks(registry, trainer)
+    if registry.is_pipelined(trainer.model):  # its forward counts the labels of the global batch
+        return stock(trainer, epoch_iterator, num_batches, device)[0], None
+    if split is None:
+        return stock(trainer, epoch_iterator, num_batches, device)
+    if wanted_results() is not None:
+        batches, items = stock(trainer, epoch_iterator, num_batches, device)
+        return batches, None if items is None else items * trainer.get_sp_size()  # gathered once per replica
+    with sharding(True), naming_trainer(trainer):
+        batches, _ = stock(trainer, epoch_iterator, num_batches, device)
+    if not batches:
+        return batches, None
+    for batch in batches:
+        expect_labels(trainer, batch)
+    items = torch.as_tensor(sum(batch["shift_labels"].ne(IGNORE_INDEX).sum() for batch in batches), device=device)
+    if trainer.args.average_tokens_across_devices:
+        dist.all_reduce(items)
+        return batches, items
+    dist.all_reduce(items, group=split.replica.sp_group)
+    return batches, items * split.replica.num_replicas
 
 
-def _loss_of_whole_batch(registry: Registry, stock: Function) -> Function:
+def _compute_loss(
+    registry: Registry,
+    stock: Function,
+    trainer: Trainer,
+    model: Any,
+    inputs: Any,
+    return_outputs: bool = False,
+    num_items_in_batch: Any = None,
+) -> object:
     """From the mean over this rank's labels, which models and fused losses agree on."""
+    if registry.is_pipelined(trainer.model):
+        outputs = trainer.deepspeed(**inputs)  # in evaluation the Trainer gives the model without the engine
+        _say_whether_scaled(trainer, scaled=True)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+    unlike = unlike_steps(registry, trainer) if trainer.model.training else None
+    if unlike is not None and not unlike.is_scaling:
 
-    @functools.wraps(stock)
-    def compute_loss(
-        trainer: Trainer, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> object:
-        if registry.is_pipelined(trainer.model):
-            outputs = trainer.deepspeed(**inputs)  # in evaluation the Trainer gives the model without the engine
-            _say_whether_scaled(trainer, scaled=True)
-            return (outputs.loss, outputs) if return_outputs else outputs.loss
-        unlike = unlike_steps(registry, trainer) if trainer.model.training else None
-        if unlike is not None and not unlike.is_scaling:
-            whole = functools.partial(_loss_and_outputs, stock, trainer, model)
-            loss, outputs = unlike.loss(whole, inputs, num_items_in_batch)
-            _say_whether_scaled(trainer, scaled=True)
-            return (loss, outputs) if return_outputs else loss
-        split = _shared_by_ranks(registry, trainer)
-        if split is None or not split.takes_shards or wanted_results() is not None:
-            return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
-        labels = inputs["shift_labels"]
-        for_model = {} if split.shifts_labels_itself else {"labels": labels}
-        outputs = model(**{**for_model, **inputs})
-        num_tokens = labels.ne(IGNORE_INDEX).sum()
-        of_routers = num_tokens * split.router_term(outputs)  # no part of a mean over the tokens of a step
-        if for_model:
-            loss_sum = num_tokens * (outputs["loss"] if isinstance(outputs, dict) else outputs[0]) - of_routers
-        else:
-            loss_sum = cross_entropy_sum(outputs["logits"], labels)
-        with split.clock.phase(IDLE, "loss"):
-            loss = sequence_parallel_loss(loss_sum, num_tokens, split.replica, num_items_in_batch)
-            if getattr(outputs, "aux_loss", None) is not None:
-                is_mean = num_items_in_batch is not None and registry.adapters.trainers.averages_router_losses(trainer)
-                of_routers = of_routers / (trainer.current_gradient_accumulation_steps if is_mean else 1)
-                loss = loss + sequence_parallel_loss(of_routers, num_tokens, split.replica)
-        _say_whether_scaled(trainer, scaled=num_items_in_batch is not None)
+        def loss_and_outputs(batch: Batch, num_items: torch.Tensor | None) -> Any:
+            return stock(trainer, model, {**batch}, True, num_items)  # which may take entries out of it
+
+        loss, outputs = unlike.loss(loss_and_outputs, inputs, num_items_in_batch)
+        _say_whether_scaled(trainer, scaled=True)
         return (loss, outputs) if return_outputs else loss
-
-    return compute_loss
-
-
-def _loss_and_outputs(
-    stock: Function, trainer: Trainer, model: torch.nn.Module, inputs: Batch, num_items: torch.Tensor | None
-) -> Any:
-    """``Trainer.compute_loss`` of a batch, which it may take entries out of."""
-    return stock(trainer, model, {**inputs}, True, num_items)
+    split = _shared_by_ranks(registry, trainer)
+    if split is None or not split.takes_shards or wanted_results() is not None:
+        return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
+    labels = inputs["shift_labels"]
+    for_model = {} if split.shifts_labels_itself else {"labels": labels}
+    outputs = model(**{**for_model, **inputs})
+    num_tokens = labels.ne(IGNORE_INDEX).sum()
+    of_routers = num_tokens * split.router_term(outputs)  # no part of a mean over the tokens of a step
+    if for_model:
+        loss_sum = num_tokens * (outputs["loss"] if isinstance(outputs, dict) else outputs[0]) - of_routers
+    else:
+        loss_sum = cross_entropy_sum(outputs["logits"], labels)
+    with split.clock.phase(IDLE, "loss"):
+        loss = sequence_parallel_loss(loss_sum, num_tokens, split.replica, num_items_in_batch)
+        if getattr(outputs, "aux_loss", None) is not None:
+            is_mean = num_items_in_batch is not None and registry.adapters.trainers.averages_router_losses(trainer)
+            of_routers = of_routers / (trainer.current_gradient_accumulation_steps if is_mean else 1)
+            loss = loss + sequence_parallel_loss(of_routers, num_tokens, split.replica)
+    _say_whether_scaled(trainer, scaled=num_items_in_batch is not None)
+    return (loss, outputs) if return_outputs else loss
 
 
 def _say_whether_scaled(trainer: Trainer, *, scaled: bool) -> None:
@@ -414,18 +371,11 @@ def _say_whether_scaled(trainer: Trainer, *, scaled: bool) -> None:
         trainer.current_gradient_accumulation_steps = 1
 
 
-def _counting_tokens_once(stock: Function) -> Function:
+def _track_num_input_tokens(stock: Function, trainer: Trainer, inputs: Any) -> None:
     """Placeholders are no tokens."""
-
-    @functools.wraps(stock)
-    def track_num_input_tokens(trainer: Trainer, inputs: Any) -> None:
-        if stands_for_none(inputs) or isinstance(inputs, Filler):
-            inputs = {
-                name: entry[:, :0] if isinstance(entry, torch.Tensor) else entry for name, entry in inputs.items()
-            }
-        stock(trainer, inputs)
-
-    return track_num_input_tokens
+    if stands_for_none(inputs) or isinstance(inputs, Filler):
+        inputs = {name: entry[:, :0] if isinstance(entry, torch.Tensor) else entry for name, entry in inputs.items()}
+    stock(trainer, inputs)
 
 
 def _replica_batches(registry: Registry, trainer: Trainer) -> ReplicaBatches | None:
@@ -441,69 +391,53 @@ def _replica_batches(registry: Registry, trainer: Trainer) -> ReplicaBatches | N
     return registry.request_of(trainer.accelerator.state.deepspeed_plugin.deepspeed_config).batches_of(dist.get_rank())
 
 
-def saving_stages(registry: Registry, stock: Function) -> Function:
+def _save_stages(
+    registry: Registry, stock: Function, trainer: Trainer, output_dir: str | None = None, _internal_call: bool = False
+) -> None:
     """The weights of a model that is cut into stages are written by the stages, in the folder's usual format."""
-
-    @functools.wraps(stock)
-    def save_model(trainer: Trainer, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        pipelined = registry.find_pipelined(trainer.model)
-        if pipelined is None:
-            stock(trainer, output_dir, _internal_call)
-            return
-        folder = output_dir if output_dir is not None else trainer.args.output_dir
-        pipelined.save_pretrained(folder)
-        if trainer.args.should_save:
-            if trainer.processing_class is not None:
-                trainer.processing_class.save_pretrained(folder)
-            torch.save(trainer.args, Path(folder, "training_args.bin"))
-
-    return save_model
+    pipelined = registry.find_pipelined(trainer.model)
+    if pipelined is None:
+        stock(trainer, output_dir, _internal_call)
+        return
+    folder = output_dir if output_dir is not None else trainer.args.output_dir
+    pipelined.save_pretrained(folder)
+    if trainer.args.should_save:
+        if trainer.processing_class is not None:
+            trainer.processing_class.save_pretrained(folder)
+        torch.save(trainer.args, Path(folder, "training_args.bin"))
 
 
-def failing_together(registry: Registry, stock: Function) -> Function:
+def _fail_together(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> None:
     """A step of saving a checkpoint that ends on all ranks if it fails on one; they wait for each other in the next."""
+    by_user = stock.__name__ == "save_model" and not kwargs.get("_internal_call")  # maybe on one rank
+    if by_user or not registry.adapters.processes.asks_for_engine(trainer.accelerator):
+        stock(trainer, *args, **kwargs)
+        return
 
-    @functools.wraps(stock)
-    def save(trainer: Trainer, *args: object, **kwargs: object) -> None:
-        by_user = stock.__name__ == "save_model" and not kwargs.get("_internal_call")  # maybe on one rank
-        if by_user or not registry.adapters.processes.asks_for_engine(trainer.accelerator):
-            stock(trainer, *args, **kwargs)
-            return
-
-        def save_own_part() -> None:
-            try:
-                stock(trainer, *args, **kwargs)
-            except (HeteroError, PeerError):
-                raise
-            except Exception as error:  # torch and safetensors raise almost anything here
-                reason = why_not_written(Path(trainer.args.output_dir), error)
-                raise CheckpointError(
-                    f"{stock.__name__} of the Trainer cannot write the checkpoint: {reason}."
-                ) from error
-
-        on_all_ranks(save_own_part)
-
-    return save
-
-
-def marking_unfinished(registry: Registry, stock: Function) -> Function:
-    """A checkpoint that cannot be saved gets a name that the Trainer does not resume from."""
-    save_all = failing_together(registry, stock)
-
-    @functools.wraps(stock)
-    def save_checkpoint(trainer: Trainer, model: object, trial: object) -> None:
+    def save_own_part() -> None:
         try:
-            save_all(trainer, model, trial)
-        except CheckpointError as error:
-            folder = Path(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
-            unfinished = folder.with_name(f"{folder.name}.unfinished")
-            if trainer.args.should_save and folder.exists():
-                shutil.rmtree(unfinished, ignore_errors=True)
-                with contextlib.suppress(OSError):  # what refuses a file may refuse this as well
-                    folder.rename(unfinished)
-            raise CheckpointError(
-                f"{error} What the Trainer has written is in {folder} or {unfinished.name}; delete it, and resume from "
-                "the checkpoint before."
-            ) from error
+            stock(trainer, *args, **kwargs)
+        except (HeteroError, PeerError):
+            raise
+        except Exception as error:  # torch and safetensors raise almost anything here
+            reason = why_not_written(Path(trainer.args.output_dir), error)
+            raise CheckpointError(f"{stock.__name__} of the Trainer cannot write the checkpoint: {reason}.") from error
 
-    return save_checkpoint
+    on_all_ranks(save_own_part)
+
+
+def _mark_unfinished(registry: Registry, stock: Function, trainer: Trainer, model: object, trial: object) -> None:
+    """A checkpoint that cannot be saved gets a name that the Trainer does not resume from."""
+    try:
+        _fail_together(registry, stock, trainer, model, trial)
+    except CheckpointError as error:
+        folder = Path(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        if trainer.args.should_save and folder.exists():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            with contextlib.suppress(OSError):  # what refuses a file may refuse this as well
+                folder.rename(unfinished)
+        raise CheckpointError(
+            f"{error} What the Trainer has written is in {folder} or {unfinished.name}; delete it, and resume from "
+            "the checkpoint before."
+        ) from error

@@ -14,7 +14,6 @@ TRL's trainers that train on shards, by the names of their classes and, of exper
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import sys
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from torch import nn
 
 from ds_hetero.engine.adapters import FindSplit, ProcessAdapter
 from ds_hetero.engine.forward_mode import sharding, wanted_results
-from ds_hetero.engine.patching import Function, Patches, expect_package
+from ds_hetero.engine.patching import Function, Patches, around, expect_package
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.trl.names import (
     OF_COMPLETIONS,
@@ -170,42 +169,37 @@ def note_constructed(trainer: Any, patches: Patches, find_split: FindSplit, proc
     module, replace = sys.modules[kind.__module__], patches.replace
     for name in ("gather", "gather_object"):
         replace(module, name, processes.gathered_from_replicas)
-    replace(module, "set_seed", lambda stock: _seeding_by_replica(processes, stock))
-    replace(module, "unwrap_model_for_generation", lambda stock: _generating_alike(find_split, stock))
-    replace(kind, "prediction_step", lambda stock: _as_one_process(processes, stock))
+    replace(module, "set_seed", around(_set_seed, processes))
+    replace(module, "unwrap_model_for_generation", around(_unwrap_model_for_generation, find_split))
+    replace(kind, "prediction_step", around(_prediction_step, processes))
 
 
-def _generating_alike(find_split: FindSplit, stock: Function) -> Function:
+@contextlib.contextmanager
+def _unwrap_model_for_generation(
+    find_split: FindSplit, stock: Function, model: object, accelerator: Any, *args: object, **kwargs: object
+) -> Iterator[nn.Module]:
     """The model that generates takes whole batches, and returns what the replica's first rank generates."""
+    split = find_split(accelerator.unwrap_model(model))
+    if split is None:
+        with stock(model, accelerator, *args, **kwargs) as unwrapped:
+            yield unwrapped
+        return
+    with sharding(False), stock(model, accelerator, *args, **kwargs) as unwrapped:
+        generate = unwrapped.generate
 
-    @functools.wraps(stock)
-    @contextlib.contextmanager
-    def unwrap_model_for_generation(
-        model: object, accelerator: Any, *args: object, **kwargs: object
-    ) -> Iterator[nn.Module]:
-        split = find_split(accelerator.unwrap_model(model))
-        if split is None:
-            with stock(model, accelerator, *args, **kwargs) as unwrapped:
-                yield unwrapped
-            return
-        with sharding(False), stock(model, accelerator, *args, **kwargs) as unwrapped:
-            generate = unwrapped.generate
+        def first_of_replica(*args: object, **kwargs: object) -> torch.Tensor:
+            def draw() -> tuple[torch.Tensor, torch.Tensor]:
+                return generate(*args, **kwargs).cpu(), torch.get_rng_state()
 
-            def first_of_replica(*args: object, **kwargs: object) -> torch.Tensor:
-                def draw() -> tuple[torch.Tensor, torch.Tensor]:
-                    return generate(*args, **kwargs).cpu(), torch.get_rng_state()
+            tokens, random_state = on_all_ranks(draw, split.replica.sp_group)[0]
+            torch.set_rng_state(random_state)
+            return tokens.to(accelerator.device)
 
-                tokens, random_state = on_all_ranks(draw, split.replica.sp_group)[0]
-                torch.set_rng_state(random_state)
-                return tokens.to(accelerator.device)
-
-            unwrapped.generate = first_of_replica
-            try:
-                yield unwrapped
-            finally:
-                del unwrapped.generate
-
-    return unwrap_model_for_generation
+        unwrapped.generate = first_of_replica
+        try:
+            yield unwrapped
+        finally:
+            del unwrapped.generate
 
 
 def expect_tried(trainer: Any) -> None:
@@ -262,27 +256,19 @@ def count_replicas(arguments: Any, num_replicas: int) -> None:
     arguments.generation_batch_size = size
 
 
-def _seeding_by_replica(processes: ProcessAdapter, stock: Function) -> Function:
+def _set_seed(
+    processes: ProcessAdapter, stock: Function, seed: int, device_specific: bool = False, **kwargs: object
+) -> None:
     """A seed for each process is one for each replica."""
-
-    @functools.wraps(stock)
-    def set_seed(seed: int, device_specific: bool = False, **kwargs: object) -> None:
-        with (
-            processes.one_process_per_replica()
-            if processes.size_of_accelerate() is not None
-            else contextlib.nullcontext()
-        ):
-            stock(seed, device_specific, **kwargs)
-
-    return set_seed
+    with (
+        processes.one_process_per_replica() if processes.size_of_accelerate() is not None else contextlib.nullcontext()
+    ):
+        stock(seed, device_specific, **kwargs)
 
 
-def _as_one_process(processes: ProcessAdapter, stock: Function) -> Function:
+def _prediction_step(
+    processes: ProcessAdapter, stock: Function, trainer: Any, *args: object, **kwargs: object
+) -> object:
     """Replace ``prediction_step``, which generates and divides losses."""
-
-    @functools.wraps(stock)
-    def prediction_step(trainer: Any, *args: object, **kwargs: object) -> object:
-        with processes.one_process_per_replica() if wanted_results() is not None else contextlib.nullcontext():
-            return stock(trainer, *args, **kwargs)
-
-    return prediction_step
+    with processes.one_process_per_replica() if wanted_results() is not None else contextlib.nullcontext():
+        return stock(trainer, *args, **kwargs)

@@ -8,6 +8,7 @@ Dimension key: B batch, s this rank's tokens, H query heads, G KV heads, D head 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice
@@ -86,12 +87,12 @@ def _attention_of_part(
     rings = batch.rings(replica.rank, spec.causal, window)
     context = RingContext(rings, replica.sp_group, replica.far_group, spec.kernel, spec.scores(q.shape[-1]), clock)
     if exchange.process_group is not None:
-        q, k, v = _GatherSequence.apply(q, k, v, exchange, clock)  # type: ignore[no-untyped-call]
+        q, k, v = _Exchanged.apply(gather_sequence, scatter_sequence, exchange, clock, q, k, v)  # type: ignore[no-untyped-call]
     own_heads = slice(*exchange.own.q)
     out_SBhD: Tensor = _GroupAttention.apply(q, k, v, spec.sinks, own_heads, context)  # type: ignore[no-untyped-call]
     if exchange.process_group is None:
         return out_SBhD.transpose(0, 1).contiguous()
-    out: Tensor = _ScatterOutput.apply(out_SBhD, exchange, clock)  # type: ignore[no-untyped-call]
+    out: Tensor = _Exchanged.apply(scatter_output, gather_output_heads, exchange, clock, out_SBhD)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -110,21 +111,22 @@ def _exchange(replica: Replica, batch: BatchLayout) -> Exchange:
     return make_exchange(replica, batch.placement)
 
 
-class _GatherSequence(torch.autograd.Function):
-    """See `gather_sequence`."""
+class _Exchanged(torch.autograd.Function):
+    """One exchange of a group, and in the backward its mirror; see `head_exchange`."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, clock: Clock
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.exchange, ctx.clock = exchange, clock
-        with clock.phase(ALL_TO_ALL, "gather_sequence"):
-            return gather_sequence(q, k, v, exchange)
+        ctx: Any, there: Callable[..., Any], back: Callable[..., Any], exchange: Exchange, clock: Clock, *own: Tensor
+    ) -> Any:
+        ctx.back, ctx.exchange, ctx.clock = back, exchange, clock
+        with clock.phase(ALL_TO_ALL, there.__name__):
+            return there(*own, exchange)
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.clock.phase(ALL_TO_ALL, "scatter_sequence"):
-            return *scatter_sequence(dq, dk, dv, ctx.exchange), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with ctx.clock.phase(ALL_TO_ALL, ctx.back.__name__):
+            own = ctx.back(*grads, ctx.exchange)
+        return None, None, None, None, *((own,) if isinstance(own, Tensor) else own)
 
 
 class _GroupAttention(torch.autograd.Function):
@@ -169,18 +171,3 @@ def _sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks_h: Tensor) -> 
     probs = torch.exp(sinks_h.to(lse.dtype)[:, None] - lse)
     delta = (dout.to(lse.dtype) * out).sum(-1)
     return -(probs * delta).sum((0, 2)).to(sinks_h.dtype)
-
-
-class _ScatterOutput(torch.autograd.Function):
-    """See `scatter_output`."""
-
-    @staticmethod
-    def forward(ctx: Any, out_SBhD: Tensor, exchange: Exchange, clock: Clock) -> Tensor:
-        ctx.exchange, ctx.clock = exchange, clock
-        with clock.phase(ALL_TO_ALL, "scatter_output"):
-            return scatter_output(out_SBhD, exchange)
-
-    @staticmethod
-    def backward(ctx: Any, dout_BsHD: Tensor) -> tuple[Tensor, None, None]:
-        with ctx.clock.phase(ALL_TO_ALL, "gather_output_heads"):
-            return gather_output_heads(dout_BsHD, ctx.exchange), None, None

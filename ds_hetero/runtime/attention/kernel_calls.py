@@ -8,55 +8,82 @@ Keys and values as they travel round a lane's ring: one [2, B, heads, n, D] tens
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ds_hetero.batch.ring_steps import KernelCall, Ring
-from ds_hetero.runtime.attention.kernels import AttentionKernel, Band, PackedBlocks, SavedForward, Scores, merge_
+from ds_hetero.runtime.attention.kernels import (
+    AttentionKernel,
+    Band,
+    Blocks,
+    PackedBlocks,
+    SavedForward,
+    Scores,
+    merge_,
+)
 from ds_hetero.runtime.devices import copied_to
 from ds_hetero.values.placement import Range
 
 
-class Call(Protocol):
+class Call(ABC):
     """One call of a kernel: forward, and backward of the same queries and keys.
 
     Tensors of queries are [B, h, tokens of the lane, ...], those of keys [B, g, tokens of the source, D].
     """
 
-    def forward(self, kernel: AttentionKernel, qkv: Sequence[Tensor], scores: Scores) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of the call's queries."""
+    @property
+    @abstractmethod
+    def blocks(self) -> Blocks:
+        """Where the call's blocks lie among its queries and keys, and what is visible."""
 
+    @abstractmethod
     def store(self, out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
         """Merge a `forward` into the results of all queries."""
+
+    @abstractmethod
+    def add_to_queries_(self, grad: Tensor, part: Tensor) -> None:
+        """Add to the gradient of all queries."""
+
+    @abstractmethod
+    def add_to_keys_(self, grad: Tensor, part: Tensor) -> None:
+        """Add to a gradient of all keys."""
+
+    @abstractmethod
+    def _queries_of(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _keys_of(self, x: Tensor) -> Tensor: ...
+
+    def forward(self, kernel: AttentionKernel, qkv: Sequence[Tensor], scores: Scores) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of the call's queries."""
+        q, k, v = qkv
+        return kernel.forward(self._queries_of(q), self._keys_of(k), self._keys_of(v), scores, self.blocks)
 
     def backward(
         self, kernel: AttentionKernel, dout: Tensor, saved: SavedForward, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) of the call's queries and keys."""
-
-    def add_to_queries_(self, grad: Tensor, part: Tensor) -> None:
-        """Add to the gradient of all queries."""
-
-    def add_to_keys_(self, grad: Tensor, part: Tensor) -> None:
-        """Add to a gradient of all keys."""
+        q, out, lse, dout = (self._queries_of(x) for x in (saved.q, saved.out, saved.lse, dout))
+        own = SavedForward(q, self._keys_of(saved.k), self._keys_of(saved.v), out, lse)
+        return kernel.backward(dout, own, scores, self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCall:
+class BlockCall(Call):
     """A call for one block, on views of the tensors."""
 
     call: KernelCall
 
-    def forward(self, kernel: AttentionKernel, qkv: Sequence[Tensor], scores: Scores) -> tuple[Tensor, Tensor]:
-        """See `Call`."""
-        q, k, v = qkv
-        return kernel.forward(q[self.call.queries], k[self.call.keys], v[self.call.keys], scores, self.call.band)
+    @property
+    def blocks(self) -> Band:
+        """The band of the only one."""
+        return self.call.band
 
     def store(self, out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
         """See `Call`."""
@@ -66,14 +93,6 @@ class BlockCall:
         else:
             merge_(out[at], lse[at], *part)
 
-    def backward(
-        self, kernel: AttentionKernel, dout: Tensor, saved: SavedForward, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Call`."""
-        at_q, at_k = self.call.queries, self.call.keys
-        block = SavedForward(saved.q[at_q], saved.k[at_k], saved.v[at_k], saved.out[at_q], saved.lse[at_q])
-        return kernel.backward(dout[at_q], block, scores, self.call.band)
-
     def add_to_queries_(self, grad: Tensor, part: Tensor) -> None:
         """See `Call`."""
         grad[self.call.queries] += part
@@ -82,9 +101,15 @@ class BlockCall:
         """See `Call`."""
         grad[self.call.keys] += part
 
+    def _queries_of(self, x: Tensor) -> Tensor:
+        return x[self.call.queries]
+
+    def _keys_of(self, x: Tensor) -> Tensor:
+        return x[self.call.keys]
+
 
 @dataclass(frozen=True, eq=False)
-class PackedCall:
+class PackedCall(Call):
     """A call for many blocks of one batch row and one range of heads; no two share a query or a key."""
 
     q_heads: slice
@@ -101,11 +126,6 @@ class PackedCall:
             [stop - start for start, stop in self.queries], [stop - start for start, stop in self.keys], self.bands
         )
 
-    def forward(self, kernel: AttentionKernel, qkv: Sequence[Tensor], scores: Scores) -> tuple[Tensor, Tensor]:
-        """See `Call`."""
-        q, k, v = qkv
-        return kernel.forward_many(self._queries_of(q), self._keys_of(k), self._keys_of(v), scores, self.blocks)
-
     def store(self, out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
         """See `Call`."""
         out_part, lse_part = part[0].to(out.dtype), part[1]
@@ -116,14 +136,6 @@ class PackedCall:
         at = index_of(self.queries, out.device)
         out[:, self.q_heads].index_copy_(2, at, out_part)
         lse[:, self.q_heads].index_copy_(2, at, lse_part)
-
-    def backward(
-        self, kernel: AttentionKernel, dout: Tensor, saved: SavedForward, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Call`."""
-        q, out, lse, dout = (self._queries_of(x) for x in (saved.q, saved.out, saved.lse, dout))
-        packed = SavedForward(q, self._keys_of(saved.k), self._keys_of(saved.v), out, lse)
-        return kernel.backward_many(dout, packed, scores, self.blocks)
 
     def add_to_queries_(self, grad: Tensor, part: Tensor) -> None:
         """See `Call`."""

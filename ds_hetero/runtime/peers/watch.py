@@ -126,9 +126,8 @@ class Watch:
         silent_s = self._board.silent_s
         return silent_s > _STORE_ANSWER_S or (silent_s > _STORE_ANSWER_OF_STOPPED_S and bool(self._processes.stopped()))
 
-    # --- the thread that looks at this rank alone --------------------------------------------------------
-
     def _guard(self) -> None:
+        """In the thread that looks at this rank alone."""
         while not self._is_over and dist.group.WORLD is self.group:
             time.sleep(_TICK_S)
             self._stay.look()
@@ -161,9 +160,8 @@ class Watch:
         self._speak(STOPPED, self.diagnosis.text)
         os._exit(1)
 
-    # --- the thread that talks to the others --------------------------------------------------------------
-
     def _run(self) -> None:
+        """In the thread that talks to the others."""
         try:
             while not self._is_over:
                 self._wake.wait(_TICK_S)
@@ -275,8 +273,6 @@ class Watch:
         if self.rank == 0 and end.how != ENDED:
             time.sleep(3 * _POLL_S)  # for the others to read these words, too
         self._is_over = True
-
-    # --- evidence ----------------------------------------------------------------------------------------
 
     def _evidence(self, number: int, is_late: bool) -> Evidence:
         read = {rank: self._board.status(rank) for rank in range(self.size)}

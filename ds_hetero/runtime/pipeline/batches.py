@@ -23,19 +23,19 @@ from ds_hetero.values.plans import Plan
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageBatch:
-    """A micro-batch of whole sequences; `ds_hetero.runtime.pipeline.runner.MicroBatch`."""
+    """A micro-batch of whole sequences, the same on every rank of a pipeline."""
 
     whole: WholeBatch  # from `ds_hetero.runtime.data.shards.read_batch`
     scale: float  # by which the sum of its token losses counts in the loss of the step
 
     @property
     def rows(self) -> int:
-        """B."""
+        """Sequences: b."""
         return self.whole.batch_size
 
     @property
     def length(self) -> int:
-        """L."""
+        """Tokens of each: L."""
         return self.whole.length
 
 

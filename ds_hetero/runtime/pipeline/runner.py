@@ -13,46 +13,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.pipeline.hops import Boundary, BoundaryGroups, Receiving, Sending
 from ds_hetero.runtime.step_clock import UNTIMED, Clock
 from ds_hetero.values.plans import Pipeline, Plan
 from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, Action, one_f_one_b
 
+StageCompute = Callable[[StageBatch, Tensor | None], Tensor]
+"""The layers of a stage: the forward of a micro-batch, of which the stage takes this rank's tokens.
 
-class MicroBatch(Protocol):
-    """Shape of a micro-batch for the runner; the same on every rank of a pipeline."""
-
-    @property
-    def rows(self) -> int:
-        """Sequences, b."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of each, L."""
-
-
-B = TypeVar("B", bound=MicroBatch)
-B_contra = TypeVar("B_contra", bound=MicroBatch, contravariant=True)
-
-
-class StageCompute(Protocol[B_contra]):
-    """The layers of a stage."""
-
-    def __call__(self, batch: B_contra, hidden: Tensor | None) -> Tensor:
-        """Run the forward of a micro-batch.
-
-        Args:
-            batch: the micro-batch, of which the stage takes this rank's tokens.
-            hidden: [b, s, H] from the stage before; None on the first.
-
-        Returns:
-            [b, s, H]; on the last stage a scalar, this rank's summand of the loss.
-        """
+Given [b, s, H] from the stage before, None on the first; returns [b, s, H], on the last stage a scalar, this rank's
+summand of the loss.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,7 +71,7 @@ def neighbours_of(
     )
 
 
-class PipelineRunner(Generic[B]):
+class PipelineRunner:
     """Runs the micro-batches of one step through this rank's stage.
 
     Args:
@@ -104,13 +80,13 @@ class PipelineRunner(Generic[B]):
     """
 
     def __init__(
-        self, neighbours: Neighbours, compute: StageCompute[B], width: int, dtype: torch.dtype, clock: Clock = UNTIMED
+        self, neighbours: Neighbours, compute: StageCompute, width: int, dtype: torch.dtype, clock: Clock = UNTIMED
     ) -> None:
         self._neighbours, self._compute = neighbours, compute
         self._width, self._dtype, self._clock = width, dtype, clock
 
     def train(
-        self, batches: Sequence[B], no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
+        self, batches: Sequence[StageBatch], no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> Tensor | None:
         """Run all passes; return the sum of losses on the last stage, else None. Raises `PeerError`: one failed.
 
@@ -123,12 +99,15 @@ class PipelineRunner(Generic[B]):
         return self._run(batches, one_f_one_b(in_flight, len(batches)), no_sync)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[B]) -> Tensor | None:
+    def evaluate(self, batches: Sequence[StageBatch]) -> Tensor | None:
         """Run the forwards alone; the arguments and the result are those of `train`."""
         return self._run(batches, [Action(FORWARD, k) for k in range(len(batches))], nullcontext)
 
     def _run(
-        self, batches: Sequence[B], actions: Sequence[Action], no_sync: Callable[[], AbstractContextManager[None]]
+        self,
+        batches: Sequence[StageBatch],
+        actions: Sequence[Action],
+        no_sync: Callable[[], AbstractContextManager[None]],
     ) -> Tensor | None:
         near = self._neighbours
         inputs = _Inbox(near.inputs, batches, self._width, self._dtype)
@@ -172,10 +151,12 @@ class PipelineRunner(Generic[B]):
         return total
 
 
-class _Inbox(Generic[B]):
+class _Inbox:
     """Inbox of one boundary; one micro-batch is asked for ahead of the one that is taken."""
 
-    def __init__(self, boundary: Boundary | None, batches: Sequence[B], width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, boundary: Boundary | None, batches: Sequence[StageBatch], width: int, dtype: torch.dtype
+    ) -> None:
         self._boundary, self._batches, self._width, self._dtype = boundary, batches, width, dtype
         self._asked: deque[Receiving] = deque()
         self._ask(0)

@@ -19,13 +19,9 @@ add what it contributes to their output. So the payload does not grow with the s
 The combination is linear: gradients of a piece's state before it go back to all earlier pieces of the chain, each times
 the decays between.
 
-Dimension key: B batch, b rows of one piece, s this rank's tokens, n those of a piece, H heads, G heads of the reader, P
-width of the output, N width of the reader; a state is [b, H, P, N].
+Dimension key: b rows of one piece, n tokens of it, G heads of the reader, P width of the output, N width of the reader;
+a state is [b, H, P, N].
 Source: the chunks of Mamba-2 (arXiv:2405.21060, section 6), of which a piece is one.
-
-Call of a scan by one layer that carries a state.
-
-Dimension key: B batch, s this rank's tokens, L tokens of a sequence, H heads, G heads of an input that several share.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from ds_hetero.runtime.attention import channel as channel_module
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.attention.kernels import select
-from ds_hetero.runtime.attention.kernels.interface import backward_each, forward_each
+from ds_hetero.runtime.attention.kernels.interface import PackedBlocks
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from ds_hetero.runtime.attention.local_batch import LocalBatch
 from ds_hetero.runtime.attention.reference import dense_attention
@@ -156,12 +156,10 @@ class _Packing(TorchKernel):
     def packs(self, q, scores):
         return True
 
-    def forward_many(self, q, k, v, scores, blocks):
-        assert all(band.window(*_sizes(*at)) == blocks.window for *at, band in blocks.parts())
-        return forward_each(self.forward, (q, k, v), scores, blocks)
-
-    def backward_many(self, dout, saved, scores, blocks):
-        return backward_each(self.backward, dout, saved, scores, blocks)
+    def forward(self, q, k, v, scores, blocks):
+        if isinstance(blocks, PackedBlocks):
+            assert all(band.window(*_sizes(*at)) == blocks.window for *at, band in blocks.parts())
+        return super().forward(q, k, v, scores, blocks)
 
 
 def _sizes(queries, keys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from pathlib import Path
 
 import ds_hetero
@@ -13,18 +12,19 @@ ORDER = {
     "forward": ["find_unit", "record_common_forward", "time_forward", "name_lost_peers"],
     "backward": ["record_call", "time_backward", "name_lost_peers", "scale_loss"],
     "step": [
-        "save_after_step",
+        "around_step",
         "record_call",
+        "take_times",
         "time_step",
         "record_step",
         "name_lost_peers",
-        "expect_scaled_loss",
-        "forget_backwards",
+        "expect_scaled",
+        "forget",
     ],
-    "zero_grad": ["forget_backwards"],
-    "_backward_prologue": ["begin_backward"],
-    "_backward_epilogue": ["end_backward"],
-    "destroy": ["report_times", "report_prediction"],
+    "zero_grad": ["forget"],
+    "_backward_prologue": ["begin"],
+    "_backward_epilogue": ["note_gradients", "end"],
+    "destroy": ["report", "report_prediction"],
     "set_train_batch_size": ["refuse_batch_sizes"],
     "set_train_micro_batch_size": ["refuse_batch_sizes"],
     "save_checkpoint": ["record_call", "name_lost_peers", "save_checkpoint"],
@@ -38,8 +38,8 @@ ORDER = {
 OF_PIPELINES = {
     "forward": ["record_call", "name_lost_peers", "run_passes"],
     "backward": ["record_call", "keep_books"],
-    "step": ["save_after_step", "record_call", "time_step", "name_lost_peers", "expect_passes"],
-    "destroy": ["report_times"],
+    "step": ["around_step", "record_call", "take_times", "time_step", "name_lost_peers", "expect_passes"],
+    "destroy": ["report"],
     "set_train_batch_size": ["refuse_batch_sizes"],
     "set_train_micro_batch_size": ["refuse_batch_sizes"],
     "save_checkpoint": ["record_call", "name_lost_peers", "save_pipelines"],
@@ -66,8 +66,9 @@ def _read_the_table(rank: int) -> tuple[dict[str, list[str]], dict[str, list[str
     from ds_hetero.frameworks.deepspeed.protocols import Engine
 
     engine = deepspeed.DeepSpeedEngine
-    members = {name: member for name, member in vars(Engine).items() if not name.startswith("__")}
-    methods = [name for name, member in members.items() if inspect.isfunction(member)] + [row.method for row in HOOKS]
+    called = [name for name, kind in Engine.__annotations__.items() if kind.startswith("Callable[")]
+    assert len(called) > 10, called
+    methods = called + [row.method for row in HOOKS]
     missing = [name for name in methods if not callable(getattr(engine, name, None))]
     known = {name.rpartition(".")[2] for name in PRIVATE_NAMES + ATTRIBUTES}
     private = {name for name in methods if name.startswith("_")}

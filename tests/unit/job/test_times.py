@@ -9,8 +9,16 @@ import pytest
 
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload, make_cost_model
-from ds_hetero.job.times import SHARES, JobTimes, RankTimes, RankUnitCosts, observation_of
-from ds_hetero.job.times import events, times_table, utilizations
+from ds_hetero.job.times import (
+    SHARES,
+    JobTimes,
+    RankTimes,
+    RankUnitCosts,
+    events,
+    observation_of,
+    times_table,
+    utilizations,
+)
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
 from ds_hetero.planner.replan.planned import PlannedEstimates

@@ -100,11 +100,11 @@ def check_many(kernel, sizes, band_of, dtype=torch.float32, softcap=None, heads=
         PackedBlocks.of_sizes(*zip(*sizes, strict=True), [band for *_, band in blocks]),
         Scores(0.3, softcap),
     )
-    out, lse = kernel.forward_many(q, k, v, scores, packed)
+    out, lse = kernel.forward(q, k, v, scores, packed)
     assert out.dtype == dtype
     assert lse.shape == q.shape[:3]
     saved = SavedForward(q, k, v, want[0].to(dtype), want[1].to(lse.dtype))
-    assert_close((out, lse, *kernel.backward_many(dout, saved, scores, packed)), want, dtype)
+    assert_close((out, lse, *kernel.backward(dout, saved, scores, packed)), want, dtype)
 
 
 def strided(dout, q, k, v):

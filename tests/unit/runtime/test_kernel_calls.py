@@ -268,7 +268,7 @@ class VarlenStandIn:
 @pytest.mark.parametrize("band", SIZES)
 def test_torchs_flash_operator_takes_many_documents_at_a_time(monkeypatch, band):
     monkeypatch.setattr(torch_cuda, "_aten", VarlenStandIn())
-    kernel = SimpleNamespace(forward_many=torch_cuda.flash_forward_many, backward_many=torch_cuda.flash_backward_many)
+    kernel = SimpleNamespace(forward=torch_cuda.flash_forward, backward=torch_cuda.flash_backward)
     check_many(kernel, SIZES[band], lambda queries, keys: band)
 
 

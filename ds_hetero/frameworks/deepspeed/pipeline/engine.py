@@ -32,10 +32,10 @@ from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.engine.ds_config import read_training_facts
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed import elastic
-from ds_hetero.frameworks.deepspeed.installer import HookedEngine, Installer
+from ds_hetero.frameworks.deepspeed.installer import HookedEngine, Installer, Mpu, SequenceMpu
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
-from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import LoneRank, LoneWorker, clipping_of, lone_configuration
+from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import clipping_of, groups_of_lone_rank, lone_configuration
 from ds_hetero.frameworks.deepspeed.pipeline.optimizer import (
     Groups,
     PipelineOptimizer,
@@ -54,6 +54,7 @@ from ds_hetero.job.searches import LayerSearch
 from ds_hetero.job.start import World, agree_on_facts, announce_start, requested_kernel, start_job
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.peers.board import default_group
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.pipeline.batches import samples_of_step
 from ds_hetero.runtime.pipeline.hops import make_boundary_groups
@@ -122,7 +123,8 @@ class PipelineInstaller(Installer):
         if self._start.facts.training.mixed_precision == "bfloat16":
             _cast(model, torch.bfloat16)
         stage = self._models.cut_model(model, self._plan, self._rank, self._section.tile_tokens)
-        replica = make_replica(_plan_of_stages(self._plan), made) if _has_sequence_stages(self._plan) else None
+        has_sequences = "sequence" in inners_of(self._plan)
+        replica = make_replica(_plan_of_stages(self._plan), made) if has_sequences else None
         if self._stage is not None and self._stage.inner == "sequence":
             assert replica is not None
             stage.shard_sequences(replica, requested_kernel(self._section.attention, self._rank))
@@ -180,17 +182,18 @@ class PipelineInstaller(Installer):
 
     def _build(self, stage: StagedModel, named: Groups) -> tuple[Any, ...]:
         """Let stock build the engine; what depends on the device is done when DeepSpeed asks for the optimizer."""
+        lone = groups_of_lone_rank(self._registry.process_groups)
         with _left_on_meta(stage) if self._is_empty else contextlib.nullcontext():
             built = self._call_stock(
                 lone_configuration(self._ds_config, samples_of_step(self._plan)),
                 optimizer=lambda _: self._optimizer(stage, named),
                 model_parameters=None,
-                mpu=LoneRank(self._registry.process_groups),
+                mpu=Mpu(lone),
             )
         names = {parameter: name for name, parameter in stage.model.named_parameters()}
         built[0].param_names = names  # DeepSpeed's own would keep what was whole before tensor parallelism cut it
         built[0].enable_backward_allreduce = False
-        before, groups.mpu = groups.mpu, LoneWorker(self._registry.process_groups)
+        before, groups.mpu = groups.mpu, SequenceMpu({**lone, "sequence": default_group()})
         self._registry.patches.on_undo(lambda: setattr(groups, "mpu", before))
         return built
 
@@ -256,10 +259,6 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-
-
-def _has_sequence_stages(plan: Plan) -> bool:
-    return any(stage.inner == "sequence" for pipeline in plan.pipelines for stage in pipeline.stages)
 
 
 def _plan_of_stages(plan: Plan) -> Plan:

@@ -32,7 +32,7 @@ class PipelinedEngine(HookedEngine):
 
     plan: Plan  # what all ranks do
     stage: StagedModel  # this rank's part of the model
-    runner: PipelineRunner[StageBatch] | None  # of its passes; None on a rank that is idle
+    runner: PipelineRunner | None  # of its passes; None on a rank that is idle
     groups: ProcessGroups  # process groups made so far, to be used again
     outputs_with: Callable[[Tensor, Tensor | None], Any]
     loss: Tensor | None = None  # of the passes that have yet to be followed by a step
@@ -131,9 +131,8 @@ def keep_books(pipelined: PipelinedEngine, backward: Function, loss: Tensor, **k
     return loss
 
 
-def expect_passes(pipelined: PipelinedEngine, step: Function, *args: object, **kwargs: object) -> object:
+def expect_passes(pipelined: PipelinedEngine) -> None:
     """Refuse a step without a forward; after it, the next may begin."""
     if pipelined.loss is None:
         raise BatchError("engine.step() needs a forward of this step before it.")
     pipelined.loss = None
-    return step(*args, **kwargs)

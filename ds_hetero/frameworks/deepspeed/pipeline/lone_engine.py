@@ -14,55 +14,11 @@ from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEF
 from torch.distributed import ProcessGroup
 
 from ds_hetero.engine.ds_config import DsConfig
-from ds_hetero.frameworks.deepspeed.installer import BATCH_SIZES, OneWorker
+from ds_hetero.frameworks.deepspeed.installer import BATCH_SIZES
 from ds_hetero.frameworks.deepspeed.protocols import State
 from ds_hetero.runtime.replica import ProcessGroups
 
 _OURS = ("zero_optimization", "bf16", "fp16", "bfloat16", "optimizer", GRADIENT_CLIPPING, "data_types")
-
-
-class LoneRank:
-    """An mpu: data parallelism of one, model parallelism over all ranks.
-
-    Args:
-        groups: made so far, to be used again.
-
-    Caller: every rank of the world makes one, in the same order as whatever else makes process groups.
-    Collectives: one new_group for every rank, and one for all, that ``groups`` does not have.
-    """
-
-    def __init__(self, groups: ProcessGroups) -> None:
-        world_size = dist.get_world_size()
-        self._own = [groups.of([rank]) for rank in range(world_size)][dist.get_rank()]
-        self._all = groups.of(range(world_size))
-
-    def get_data_parallel_world_size(self) -> int:
-        """One."""
-        return 1
-
-    def get_data_parallel_rank(self) -> int:
-        """The only one."""
-        return 0
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        """This rank alone."""
-        return self._own
-
-    def get_model_parallel_world_size(self) -> int:
-        """All ranks of the job."""
-        return dist.get_world_size()
-
-    def get_model_parallel_rank(self) -> int:
-        """This rank."""
-        return dist.get_rank()
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        """All ranks of the job."""
-        return self._all
-
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_tensor_model_parallel_group = get_model_parallel_group
 
 
 def clipping_of(ds_config: DsConfig) -> float:
@@ -78,5 +34,15 @@ def lone_configuration(ds_config: DsConfig, samples: int) -> State:
     return {**kept, **batches, "zero_optimization": {"stage": 0}, GRADIENT_CLIPPING: 0.0}
 
 
-class LoneWorker(OneWorker, LoneRank):
-    """The answers of `deepspeed.utils.groups` once the engine has been built: a lone rank, and one worker."""
+def groups_of_lone_rank(groups: ProcessGroups) -> dict[str, ProcessGroup]:
+    """Groups by kind of a rank with data parallelism of one, and model parallelism over all ranks.
+
+    Args:
+        groups: made so far, to be used again.
+
+    Caller: every rank of the world, in the same order as whatever else makes process groups.
+    Collectives: one new_group for every rank, and one for all, that ``groups`` does not have.
+    """
+    ranks = range(dist.get_world_size())
+    own, everyone = [groups.of([rank]) for rank in ranks][dist.get_rank()], groups.of(ranks)
+    return {"data": own, "model": everyone, "tensor_model": everyone}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.engine.ds_config import DsConfig, read_training_facts
-from ds_hetero.engine.patching import Function, Patches
+from ds_hetero.engine.patching import Function, Patches, around
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.protocols import Content, Engine, ZeroParameter
 from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes
@@ -52,54 +52,39 @@ logger = logging.getLogger(__name__)
 
 def install(patches: Patches) -> None:
     """Let DeepSpeed detach flat parameters, and gather and partition weighted ones as we do."""
-    patches.replace(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", _detaching)
-    patches.replace(deepspeed.zero.Init, "_all_gather", _gathering)
-    patches.replace(deepspeed.zero.Init, "_partition_param", _writing_back)
+    patches.replace(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", around(_flatten_detached))
+    patches.replace(deepspeed.zero.Init, "_all_gather", around(_gather_weighted))
+    patches.replace(deepspeed.zero.Init, "_partition_param", around(_write_back))
 
 
-def _detaching(stock: Function) -> Function:
+def _flatten_detached(stock: Function, *args: object, **kwargs: object) -> Tensor:
     """For ``flatten_dense_tensors_aligned``: DeepSpeed 0.18.7 to 0.18.9 leave flat parameters in the graph.
 
     Its parts are views, which torch does not let be written in place, so that on CPUs the first step fails.
     """
-
-    @functools.wraps(stock)
-    def flatten(*args: object, **kwargs: object) -> Tensor:
-        flat: Tensor = stock(*args, **kwargs)
-        return flat.detach()
-
-    return flatten
+    flat: Tensor = stock(*args, **kwargs)
+    return flat.detach()
 
 
-def _gathering(stock: Function) -> Function:
+def _gather_weighted(
+    stock: Function, init: object, param_list: Sequence[ZeroParameter], *args: object, **kwargs: object
+) -> object:
     """For `Init._all_gather`: weighted parameters are gathered here, others by DeepSpeed."""
-
-    @functools.wraps(stock)
-    def all_gather(init: object, param_list: Sequence[ZeroParameter], *args: object, **kwargs: object) -> object:
-        others = [param for param in param_list if not is_weighted(param)]
-        missing = [
-            param for param in param_list if is_weighted(param) and param.ds_status == ZeroParamStatus.NOT_AVAILABLE
-        ]
-        if missing:
-            missing[0].all_gather_coalesced(missing).wait()
-        return stock(init, others, *args, **kwargs)
-
-    return all_gather
+    others = [param for param in param_list if not is_weighted(param)]
+    missing = [param for param in param_list if is_weighted(param) and param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+    if missing:
+        missing[0].all_gather_coalesced(missing).wait()
+    return stock(init, others, *args, **kwargs)
 
 
-def _writing_back(stock: Function) -> Function:
+def _write_back(
+    stock: Function, init: object, param: ZeroParameter, *args: object, has_been_updated: bool = False, **kwargs: object
+) -> object:
     """For `Init._partition_param`: a whole parameter that was changed is written to its weighted shard."""
-
-    @functools.wraps(stock)
-    def partition_param(
-        init: object, param: ZeroParameter, *args: object, has_been_updated: bool = False, **kwargs: object
-    ) -> object:
-        if is_weighted(param) and has_been_updated and param.ds_status is ZeroParamStatus.AVAILABLE:
-            param.ds_tensor.data.copy_(shard_of(param, param.data))
-            has_been_updated = False  # what is left to do is to free the whole
-        return stock(init, param, *args, has_been_updated=has_been_updated, **kwargs)
-
-    return partition_param
+    if is_weighted(param) and has_been_updated and param.ds_status is ZeroParamStatus.AVAILABLE:
+        param.ds_tensor.data.copy_(shard_of(param, param.data))
+        has_been_updated = False  # what is left to do is to free the whole
+    return stock(init, param, *args, has_been_updated=has_been_updated, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,12 +192,12 @@ def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float], nodes: No
     training = read_training_facts(ds_config)
     if ours := OPTIMIZERS.get(training.zero_stage):
         make = functools.partial(ours.make, weights=weights, **({} if nodes is None else {"nodes": nodes}))
-        patches.replace(importlib.import_module(ours.module), ours.name, lambda stock: _choose(stock, make))
+        patches.replace(importlib.import_module(ours.module), ours.name, around(_choose, make))
     in_fp32 = training.accumulates_in_fp32 and training.mixed_precision == "bfloat16"
     if training.zero_stage == 1 and not is_even(weights) and in_fp32:
         # For bf16 parameters and fp32 accumulation DeepSpeed has an optimizer of its own, with equal partitions. The
         # one of all other cases computes the same; both reduce in "communication_data_type", by default bf16.
-        patches.replace(engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", _without_bf16_optimizer)
+        patches.replace(engine_module.DeepSpeedEngine, "_do_optimizer_sanity_check", around(_without_bf16_optimizer))
     try:
         yield
     finally:
@@ -226,22 +211,13 @@ def stage3_checkpoints(engine: Engine) -> Stage3Checkpoints | None:
     return Stage3Checkpoints(engine) if ours and has_state else None
 
 
-def _choose(stock: Function, ours: Function) -> Function:
+def _choose(ours: Function, stock: Function, *args: object, **kwargs: object) -> object:
     """Make our optimizer, but DeepSpeed's for experts, whose groups have fewer ranks than there are weights."""
-
-    @functools.wraps(stock)
-    def make(*args: object, **kwargs: object) -> object:
-        if kwargs.get("has_moe_layers"):
-            return stock(*args, **kwargs)
-        return ours(*args, **kwargs)
-
-    return make
+    if kwargs.get("has_moe_layers"):
+        return stock(*args, **kwargs)
+    return ours(*args, **kwargs)
 
 
-def _without_bf16_optimizer(check: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    @functools.wraps(check)
-    def checked(engine: Any, basic_optimizer: Any) -> object:
-        chosen = check(engine, basic_optimizer)
-        return engine_module.ZERO_OPTIMIZATION if chosen == engine_module.BFLOAT16 else chosen
-
-    return checked
+def _without_bf16_optimizer(check: Function, engine: Any, basic_optimizer: Any) -> object:
+    chosen = check(engine, basic_optimizer)
+    return engine_module.ZERO_OPTIMIZATION if chosen == engine_module.BFLOAT16 else chosen

@@ -47,8 +47,6 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         rank: int = dist.get_rank(group=self.real_dp_process_group[group_id])
         return rank
 
-    # --- the cut ------------------------------------------------------------------------------------
-
     def get_data_parallel_partitions(self, tensor: Tensor, group_id: int) -> list[Tensor]:
         """``tensor``, flat, cut for all ranks."""
         return list(torch.split(tensor, list(cut_flat_group(tensor.numel(), self.weights).sizes)))
@@ -82,8 +80,6 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         """The parameters of which a part of a group holds something, in its order, and what it holds."""
         parameters = self.bit16_groups[group_id]
         return [(parameters[part.parameter], part) for part in self.layouts[group_id].fragments(partition_id)]
-
-    # --- where gradients go -------------------------------------------------------------------------
 
     def initialize_gradient_partitioning_data_structures(self) -> None:
         """As DeepSpeed; everything that reads ``partition_size`` from here on means this rank's own."""
@@ -135,8 +131,6 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
                 **({"param_offsets": [at for at, _ in in_flat_order]} if padded else {}),
             )
 
-    # --- updated parameters -------------------------------------------------------------------------
-
     def step(self, *args: object, **kwargs: object) -> None:
         """As DeepSpeed."""
         with _gathering_any_sizes():
@@ -146,8 +140,6 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         """As DeepSpeed: refresh the parameters of all ranks from their owners' fp32 copies."""
         with _gathering_any_sizes():
             super().update_lp_params()
-
-    # --- checkpoints --------------------------------------------------------------------------------
 
     @property
     def group_names(self) -> list[list[str]]:

@@ -144,8 +144,8 @@ def parameter_moves(numel: int, source: Split, target: Split, part: int) -> tupl
     return moves(before, after, part)
 
 
-def all_gather_shards(shards: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup) -> Gathering:
-    """Start gathering several tensors of one type, of which every rank holds a shard.
+class Gathering:
+    """Several tensors of one type under way, of which every rank holds a shard; the shards of a rank lie side by side.
 
         shards   [s] each
         result   of ``wait()``: [n] each, still with the padding that its cut has
@@ -153,11 +153,6 @@ def all_gather_shards(shards: Sequence[Tensor], cuts: Sequence[Split], group: Pr
     Collectives: on NCCL one all_gather of a list, which it runs as one batch of broadcasts; elsewhere one broadcast per
         rank, all under way at once. Either way a rank sends its shards of all tensors in one message. None on one rank.
     """
-    return Gathering(shards, cuts, group)
-
-
-class Gathering:
-    """Tensors under way; one buffer, in which the shards of a rank lie side by side."""
 
     def __init__(self, shards: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup) -> None:
         self._cuts = cuts
@@ -213,7 +208,7 @@ class _ParameterGathering:
 def _gather(
     params: Iterable[ZeroParameter], safe_mode: bool = False, quantize: bool = False, *, one_by_one: bool
 ) -> _ParameterGathering:
-    """Start gathering weighted parameters that are not available; see `all_gather_shards`.
+    """Start gathering weighted parameters that are not available; see `Gathering`.
 
     Takes the place of ``all_gather_coalesced`` of a parameter. Sorted, so that ranks may list them in any order.
     """
@@ -232,7 +227,7 @@ def _gather(
         [
             (
                 batch,
-                all_gather_shards(
+                Gathering(
                     [param.ds_tensor.to(dtype) for param in batch],
                     [cut_of(param) for param in batch],
                     owning_group(batch[0]),
@@ -349,8 +344,6 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         recut(offload.module.parameters(), self.weights, self.nodes, one_by_one=one_by_one)
         return offload
 
-    # --- places that follow from sizes -----------------------------------------------------------------
-
     def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[Any]]:
         """The sub-groups of shards of one size: as many on every rank, and those of a checkpoint."""
         groups: list[list[Any]] = [[]]
@@ -365,8 +358,6 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
 
     def _get_param_partition_group(self, param: ZeroParameter) -> ProcessGroup:
         return owning_group(param)
-
-    # --- gradients -------------------------------------------------------------------------------------
 
     def _average_to_owners(self, params: list[ZeroParameter], communication_data_type: torch.dtype) -> list[Tensor]:
         """With ``reduce_scatter``: every rank is sent its shards alone."""
@@ -447,11 +438,9 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         dist.broadcast(stacked, 0, group=self.dp_process_group)
         return list(stacked)
 
-    # --- whole gradients and states --------------------------------------------------------------------
-
     def _fp32_state_allgather(self, param: ZeroParameter, fp32_state_partition: Tensor) -> Tensor:
         shard = fp32_state_partition.to(self.master_weights_and_grads_dtype)
-        (flat,) = all_gather_shards([shard], [cut_of(param)], owning_group(param)).wait()
+        (flat,) = Gathering([shard], [cut_of(param)], owning_group(param)).wait()
         return flat[: param.ds_numel].view(param.ds_shape)
 
     def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
@@ -469,8 +458,6 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         for param in param_list:
             if param.requires_grad:
                 self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
-
-    # --- checkpoints -----------------------------------------------------------------------------------
 
     def _rigid_state_dict(self) -> State:
         """State that this rank saves: shards of one size. All ranks call it together."""

@@ -177,13 +177,13 @@ class Entrance:
         self._latest: ShardedForward | None = None
         self._made: Any = None  # by the decoder, where the loss is tiled
         self._call: ShardedCall | None = None
-        self._pretrained.forward = MethodType(self._standing_in(), self._pretrained)  # type: ignore[method-assign]
+        self._pretrained.forward = MethodType(self._standing_in(), self._pretrained)
 
     def close(self) -> None:
         """Put back the ``forward`` that the model had."""
         del self._pretrained.forward
         if self._former is not None:
-            self._pretrained.forward = self._former  # type: ignore[method-assign]
+            self._pretrained.forward = self._former
 
     @property
     def is_in_call(self) -> bool:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from ds_hetero.engine.arguments import OF_RESULTS
 from ds_hetero.errors import HeteroError, ModelError
-from ds_hetero.frameworks.transformers.attention import without_autocast
 from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.frameworks.transformers.self_check.comparison import (
     GRADIENT,
@@ -135,7 +134,7 @@ def _check_window(model: ShardedModel, batch: Batch | None) -> None:
 
 def _look_at_padding(model: ShardedModel, batch: Batch | None) -> None:
     """Warn where labels that padding predicts make a difference: the attention of padding is zero here."""
-    differences = _differences_of_piece(model, batch, padding_predicts=True)
+    differences = _differences(model, Runs(model, _first_piece(model, batch, padding_predicts=True)))
     if differences:
         error = max(difference.error for _, difference in differences)
         _warn(
@@ -160,16 +159,12 @@ def _first_piece(model: ShardedModel, batch: Batch | None, **kind: bool) -> Entr
     return next(piece for piece in on_all_ranks(cut) if piece is not None)
 
 
-def _differences_of_piece(model: ShardedModel, batch: Batch | None, **kind: bool) -> list[tuple[int, Difference]]:
-    return _differences(model, Runs(model, _first_piece(model, batch, **kind)))
-
-
 def _refusal_of_one_process(model: ShardedModel, runs: Runs) -> str:
     """Message of one process on packed documents if it cannot keep them apart; empty if it runs them."""
 
     def run_whole() -> str:
         try:
-            with traceless(model.model), model.unrecorded(), without_autocast(runs.device):
+            with traceless(model.model), model.unrecorded(), torch.autocast(runs.device.type, enabled=False):
                 runs.whole(None)
         except HeteroError:
             raise
@@ -183,7 +178,7 @@ def _refusal_of_one_process(model: ShardedModel, runs: Runs) -> str:
 def _differences(model: ShardedModel, runs: Runs) -> list[tuple[int, Difference]]:
     """Return (rank, difference) of every module that differs beyond rounding; the same on every rank."""
     eps = max(torch.finfo(dtype).eps for dtype in (model.pretrained.dtype, torch.float32))  # losses are fp32 at best
-    with traceless(model.model), model.unrecorded(), without_autocast(runs.device):
+    with traceless(model.model), model.unrecorded(), torch.autocast(runs.device.type, enabled=False):
         whole, sharded = runs.pair(None)
         noise = noise_of(whole, runs.whole(runs.shake(7, eps, None)), runs.held)
         errors = compare_runs(whole, sharded, runs.held)

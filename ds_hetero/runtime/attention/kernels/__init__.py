@@ -13,7 +13,14 @@ import torch
 from ds_hetero.batch.tiles import Band
 from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.attention.kernels.flash_attn import FlashAttnKernel, flash_attn_refusal
-from ds_hetero.runtime.attention.kernels.interface import AttentionKernel, PackedBlocks, SavedForward, Scores, merge_
+from ds_hetero.runtime.attention.kernels.interface import (
+    AttentionKernel,
+    Blocks,
+    PackedBlocks,
+    SavedForward,
+    Scores,
+    merge_,
+)
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel, torch_is_slow, torch_refusal
 from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel, triton_is_slow, triton_refusal
 
@@ -21,6 +28,7 @@ __all__ = [
     "KERNELS",
     "AttentionKernel",
     "Band",
+    "Blocks",
     "KernelEntry",
     "PackedBlocks",
     "SavedForward",

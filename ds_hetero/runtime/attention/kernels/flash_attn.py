@@ -1,7 +1,7 @@
 """The "flash_attn" kernel: the flash-attn package, version 3 on Hopper where it is installed, else version 2.
 
 Both align windows to the last corner of a block, which expresses every band (`Band.window`), and take soft caps and
-grouped heads. Neither is imported before its first use. Tensors go in as [B, tokens, heads, D].
+grouped heads. Neither is imported before its first use.
 
 Source: Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py (2.7 to 2.8), hopper/flash_attn_interface.py.
 """
@@ -16,8 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hetero.batch.tiles import Band
-from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores, boundaries
+from ds_hetero.runtime.attention.kernels.interface import (
+    Blocks,
+    PackedBlocks,
+    SavedForward,
+    Scores,
+    boundaries,
+    window_of,
+)
 
 
 def flash_attn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
@@ -40,77 +46,72 @@ class FlashAttnKernel:
 
     name = "flash_attn"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel`."""
-        mask = _mask(band.window(q.shape[2], k.shape[2]))
-        softcap = scores.softcap or 0.0
-        tensors = [x.transpose(1, 2) for x in (q, k, v)]
+        is_packed, lengths, softcap = (
+            isinstance(blocks, PackedBlocks),
+            _lengths(blocks, q.device),
+            scores.softcap or 0.0,
+        )
+        mask = _mask(window_of(blocks, q, k))
+        tensors = [_token_first(x, is_packed) for x in (q, k, v)]
         if flash := _version_3(q.device):
-            out, lse, *_ = flash._flash_attn_forward(*tensors, softmax_scale=scores.scale, softcap=softcap, **mask)
+            out, lse, *_ = flash._flash_attn_forward(
+                *tensors, **lengths, softmax_scale=scores.scale, softcap=softcap, **mask
+            )
+        elif is_packed:
+            out, lse, *_ = _version_2()._flash_attn_varlen_forward(
+                *tensors, *lengths.values(), 0.0, scores.scale, softcap=softcap, **mask
+            )
         else:
             out, lse, *_ = _version_2()._flash_attn_forward(
                 *tensors, 0.0, scores.scale, softcap=softcap, alibi_slopes=None, return_softmax=False, **mask
             )
-        return out.transpose(1, 2), lse
+        return _head_first(out, is_packed), lse[None] if is_packed else lse
 
-    def backward(self, dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: Blocks
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel`."""
-        left, right = band.window(saved.q.shape[2], saved.k.shape[2])
-        mask = ((left, right) == (-1, 0), left, right, scores.softcap or 0.0)
-        tensors = [x.transpose(1, 2) for x in (dout, saved.q, saved.k, saved.v, saved.out)]
-        tensors.append(saved.lse.contiguous())  # read as [B, H, Q] without a look at its strides
+        is_packed, lengths = isinstance(blocks, PackedBlocks), list(_lengths(blocks, dout.device).values())
+        mask = (*_mask(window_of(blocks, saved.q, saved.k)).values(), scores.softcap or 0.0)
+        tensors = [_token_first(x, is_packed) for x in (dout, saved.q, saved.k, saved.v, saved.out)]
+        # Read as [B, H, Q] without a look at its strides.
+        tensors.append((saved.lse[0] if is_packed else saved.lse).contiguous())
         grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]]
         deterministic = torch.are_deterministic_algorithms_enabled()
         if flash := _version_3(dout.device):
-            no_lengths = [None] * 6  # cu_seqlens, seqused and max_seqlen, of queries and keys
-            flash._flash_attn_backward(*tensors, *no_lengths, *grads, scores.scale, *mask, deterministic)
+            starts, most = lengths[:2] or [None] * 2, lengths[2:] or [None] * 2
+            no_used_lengths = [None] * 2
+            flash._flash_attn_backward(
+                *tensors, *starts, *no_used_lengths, *most, *grads, scores.scale, *mask, deterministic
+            )
         else:
-            _version_2()._flash_attn_backward(*tensors, *grads, 0.0, scores.scale, *mask, None, deterministic)
-        dq, dk, dv = (x.transpose(1, 2) for x in grads)
+            version_2 = _version_2()
+            backward = version_2._flash_attn_varlen_backward if is_packed else version_2._flash_attn_backward
+            backward(*tensors, *grads, *lengths, 0.0, scores.scale, *mask, None, deterministic)
+        dq, dk, dv = (_head_first(x, is_packed) for x in grads)
         return dq, dk, dv
 
     def packs(self, q: Tensor, scores: Scores) -> bool:
         """See `AttentionKernel`."""
         return True
 
-    def forward_many(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: PackedBlocks
-    ) -> tuple[Tensor, Tensor]:
-        """See `AttentionKernel`; blocks have one window."""
-        lengths, mask, softcap = _lengths(blocks, q.device), _mask(blocks.window), scores.softcap or 0.0
-        tensors = [x[0].transpose(0, 1) for x in (q, k, v)]
-        if flash := _version_3(q.device):
-            out, lse, *_ = flash._flash_attn_forward(
-                *tensors, **lengths, softmax_scale=scores.scale, softcap=softcap, **mask
-            )
-        else:
-            out, lse, *_ = _version_2()._flash_attn_varlen_forward(
-                *tensors, *lengths.values(), 0.0, scores.scale, softcap=softcap, **mask
-            )
-        return out.transpose(0, 1)[None], lse[None]
 
-    def backward_many(
-        self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: PackedBlocks
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionKernel`; blocks have one window."""
-        queries, keys, *most = _lengths(blocks, dout.device).values()
-        mask = (*_mask(blocks.window).values(), scores.softcap or 0.0)
-        tensors = [x[0].transpose(0, 1) for x in (dout, saved.q, saved.k, saved.v, saved.out)]
-        tensors.append(saved.lse[0].contiguous())
-        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]]
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        if flash := _version_3(dout.device):
-            lengths = (queries, keys, None, None, *most)
-            flash._flash_attn_backward(*tensors, *lengths, *grads, scores.scale, *mask, deterministic)
-        else:
-            _version_2()._flash_attn_varlen_backward(
-                *tensors, *grads, queries, keys, *most, 0.0, scores.scale, *mask, None, deterministic
-            )
-        dq, dk, dv = (x.transpose(0, 1)[None] for x in grads)
-        return dq, dk, dv
+def _token_first(x: Tensor, is_packed: bool) -> Tensor:
+    """[B, heads, tokens, D] -> [B, tokens, heads, D]; of many blocks, which are of one batch row, without B."""
+    x = x.transpose(1, 2)
+    return x[0] if is_packed else x
 
 
-def _lengths(blocks: PackedBlocks, device: torch.device) -> dict[str, Any]:
+def _head_first(x: Tensor, is_packed: bool) -> Tensor:
+    return (x[None] if is_packed else x).transpose(1, 2)
+
+
+def _lengths(blocks: Blocks, device: torch.device) -> dict[str, Any]:
+    """Of many blocks; nothing of one."""
+    if not isinstance(blocks, PackedBlocks):
+        return {}
     return {
         "cu_seqlens_q": boundaries(blocks.queries, device),
         "cu_seqlens_k": boundaries(blocks.keys, device),

@@ -91,6 +91,15 @@ class PackedBlocks(NamedTuple):
             yield slice(*queries), slice(*keys), band
 
 
+Blocks = Band | PackedBlocks
+"""Of one kernel call: the band of the only block, or many blocks of one batch row, all with the same window."""
+
+
+def window_of(blocks: Blocks, q: Tensor, k: Tensor) -> tuple[int, int]:
+    """`Band.window` of queries [B, H, Q, D] and keys [B, G, K, D], or of many blocks of them."""
+    return blocks.window if isinstance(blocks, PackedBlocks) else blocks.window(q.shape[2], k.shape[2])
+
+
 class AttentionKernel(Protocol):
     """Attention of a block of queries to a block of keys, together with its log-sum-exp.
 
@@ -105,30 +114,22 @@ class AttentionKernel(Protocol):
         lse            [B, H, Q]       natural logarithm of sum(exp(scores)); float32, for float64 inputs float64
         dq, dk, dv     like q, k, v    of this block alone; in the input dtype or in float32
 
-    ``band`` says what is visible. The caller promises at least one query and one key, that every query sees a key of
-    the block and that every key is seen.
+    ``blocks`` say what is visible. The caller promises of each at least one query and one key, that every query sees a
+    key of the block and that every key is seen. Many blocks lie one behind the other in tensors of one batch row.
     """
 
     name: str
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
 
-    def backward(self, dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: Blocks
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv)."""
 
     def packs(self, q: Tensor, scores: Scores) -> bool:
-        """Whether `forward_many` is fewer launches than the blocks are many, for queries like these."""
-
-    def forward_many(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: PackedBlocks
-    ) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of many blocks of one batch row: q [1, H, queries, D], k and v [1, G, keys, D]."""
-
-    def backward_many(
-        self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: PackedBlocks
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dq, dk, dv) of the same blocks."""
+        """Whether many blocks in one call are fewer launches than the blocks are many, for queries like these."""
 
 
 def merge_(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> None:
@@ -155,7 +156,7 @@ def forward_each(
     scores: Scores,
     blocks: PackedBlocks,
 ) -> tuple[Tensor, Tensor]:
-    """`AttentionKernel.forward_many` by one ``forward`` for each block."""
+    """`AttentionKernel.forward` of many blocks by one ``forward`` for each."""
     q, k, v = qkv
     parts = [forward(q[:, :, at_q], k[:, :, at_k], v[:, :, at_k], scores, band) for at_q, at_k, band in blocks.parts()]
     return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
@@ -168,7 +169,7 @@ def backward_each(
     scores: Scores,
     blocks: PackedBlocks,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`AttentionKernel.backward_many` by one ``backward`` for each block."""
+    """`AttentionKernel.backward` of many blocks by one ``backward`` for each."""
     parts = []
     for at_q, at_k, band in blocks.parts():
         q, out, lse = saved.q[:, :, at_q], saved.out[:, :, at_q], saved.lse[:, :, at_q]

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_hetero.batch.tiles import CAUSAL, FULL, Band, Tile, decompose
-from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores, boundaries
+from ds_hetero.runtime.attention.kernels.interface import (
+    Blocks,
+    PackedBlocks,
+    SavedForward,
+    Scores,
+    boundaries,
+    window_of,
+)
 from ds_hetero.runtime.attention.kernels.plain import backward_by_tiles, forward_by_tiles, plain_backward, plain_forward
 
 _aten = torch.ops.aten
@@ -30,18 +37,14 @@ def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     return None
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """`AttentionKernel.forward` without a soft cap."""
-    left, right = band.window(q.shape[2], k.shape[2])
-    q, k, v = (_token_first(x) for x in (q, k, v))
+    is_packed = isinstance(blocks, PackedBlocks)
+    left, right = window_of(blocks, q, k)
+    q, k, v = (_token_first(x)[0] if is_packed else _token_first(x) for x in (q, k, v))
     out, lse, *_ = _aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
+        *(q, k, v),
+        *_lengths(blocks, q, k),
         0.0,
         False,  # causal; the window says it, as in the operator itself
         False,
@@ -49,25 +52,20 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -
         window_size_left=left,
         window_size_right=right,
     )
-    return out.transpose(1, 2), lse
+    return _head_first(out, is_packed), lse[None] if is_packed else lse
 
 
-def flash_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
+def flash_backward(dout: Tensor, saved: SavedForward, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     """`AttentionKernel.backward` without a soft cap."""
-    left, right = band.window(saved.q.shape[2], saved.k.shape[2])
-    dout, q, k, v, out = (_token_first(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
+    is_packed = isinstance(blocks, PackedBlocks)
+    left, right = window_of(blocks, saved.q, saved.k)
+    tensors = (dout, saved.q, saved.k, saved.v, saved.out)
+    dout, q, k, v, out = (_token_first(x)[0] if is_packed else _token_first(x) for x in tensors)
     no_dropout = q.new_empty(2, dtype=torch.uint64)  # a state of the random generator, which nothing reads
-    dq, dk, dv = _aten._flash_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        saved.lse.contiguous(),  # the operator reads it as [B, H, Q] without looking at strides
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
+    grads = _aten._flash_attention_backward(
+        *(dout, q, k, v, out),
+        (saved.lse[0] if is_packed else saved.lse).contiguous(),  # read as [B, H, Q] without a look at strides
+        *_lengths(blocks, q, k),
         0.0,
         False,
         no_dropout,
@@ -76,58 +74,21 @@ def flash_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band
         window_size_left=left,
         window_size_right=right,
     )
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    dq, dk, dv = (_head_first(x, is_packed) for x in grads)
+    return dq, dk, dv
 
 
-def flash_forward_many(q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: PackedBlocks) -> tuple[Tensor, Tensor]:
-    """`AttentionKernel.forward_many` without a soft cap; blocks have one window."""
-    left, right = blocks.window
-    q, k, v = (_token_first(x)[0] for x in (q, k, v))
-    out, lse, *_ = _aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        boundaries(blocks.queries, q.device),
-        boundaries(blocks.keys, q.device),
-        blocks.max_queries,
-        blocks.max_keys,
-        0.0,
-        False,
-        False,
-        scale=scores.scale,
-        window_size_left=left,
-        window_size_right=right,
-    )
-    return out.transpose(0, 1)[None], lse[None]
+def _lengths(blocks: Blocks, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Where queries and keys of many blocks begin, None of one, and the tokens of the longest; q and k by token."""
+    if not isinstance(blocks, PackedBlocks):
+        return None, None, q.shape[1], k.shape[1]
+    starts = boundaries(blocks.queries, q.device), boundaries(blocks.keys, q.device)
+    return *starts, blocks.max_queries, blocks.max_keys
 
 
-def flash_backward_many(
-    dout: Tensor, saved: SavedForward, scores: Scores, blocks: PackedBlocks
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`AttentionKernel.backward_many` without a soft cap; blocks have one window."""
-    left, right = blocks.window
-    dout, q, k, v, out = (_token_first(x)[0] for x in (dout, saved.q, saved.k, saved.v, saved.out))
-    no_dropout = q.new_empty(2, dtype=torch.uint64)
-    dq, dk, dv = _aten._flash_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        saved.lse[0].contiguous(),
-        boundaries(blocks.queries, q.device),
-        boundaries(blocks.keys, q.device),
-        blocks.max_queries,
-        blocks.max_keys,
-        0.0,
-        False,
-        no_dropout,
-        no_dropout,
-        scale=scores.scale,
-        window_size_left=left,
-        window_size_right=right,
-    )
-    return dq.transpose(0, 1)[None], dk.transpose(0, 1)[None], dv.transpose(0, 1)[None]
+def _head_first(x: Tensor, is_packed: bool) -> Tensor:
+    """Back to [B, heads, tokens, D]; of many blocks the operator knows no B."""
+    return (x[None] if is_packed else x).transpose(1, 2)
 
 
 def efficient_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

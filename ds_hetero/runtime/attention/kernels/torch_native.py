@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ds_hetero.batch.tiles import CAUSAL, CHUNK, FULL, LEAF, Band, Tile, decompose
 from ds_hetero.runtime.attention.kernels.interface import (
+    Blocks,
     PackedBlocks,
     SavedForward,
     Scores,
@@ -40,9 +41,7 @@ from ds_hetero.runtime.attention.kernels.torch_cuda import (
     efficient_forward,
     efficient_refusal,
     flash_backward,
-    flash_backward_many,
     flash_forward,
-    flash_forward_many,
     flash_refusal,
 )
 
@@ -142,39 +141,32 @@ class TorchKernel:
 
     name = "torch"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel`."""
-        return _operators(q.device, q.dtype, q.shape[-1], scores.softcap).forward(q, k, v, scores, band)
+        operators = _operators(q.device, q.dtype, q.shape[-1], scores.softcap)
+        if isinstance(blocks, PackedBlocks) and operators is not _FLASH:
+            return forward_each(operators.forward, (q, k, v), scores, blocks)
+        return operators.forward(q, k, v, scores, blocks)
 
-    def backward(self, dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: Blocks
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel`."""
-        q = saved.q
-        return _operators(q.device, q.dtype, q.shape[-1], scores.softcap).backward(dout, saved, scores, band)
+        operators = _operators(dout.device, saved.q.dtype, saved.q.shape[-1], scores.softcap)
+        if isinstance(blocks, PackedBlocks) and operators is not _FLASH:
+            return backward_each(operators.backward, dout, saved, scores, blocks)
+        return operators.backward(dout, saved, scores, blocks)
 
     def packs(self, q: Tensor, scores: Scores) -> bool:
         """See `AttentionKernel`."""
         return _operators(q.device, q.dtype, q.shape[-1], scores.softcap) is _FLASH
 
-    def forward_many(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: PackedBlocks
-    ) -> tuple[Tensor, Tensor]:
-        """See `AttentionKernel`."""
-        if self.packs(q, scores):
-            return flash_forward_many(q, k, v, scores, blocks)
-        return forward_each(self.forward, (q, k, v), scores, blocks)
-
-    def backward_many(
-        self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: PackedBlocks
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionKernel`."""
-        if self.packs(saved.q, scores):
-            return flash_backward_many(dout, saved, scores, blocks)
-        return backward_each(self.backward, dout, saved, scores, blocks)
-
 
 class _Operators(NamedTuple):
-    forward: Callable[[Tensor, Tensor, Tensor, Scores, Band], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, SavedForward, Scores, Band], tuple[Tensor, Tensor, Tensor]]
+    """Forward and backward of one block; `_FLASH` takes many at a time."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 _CPU = _Operators(cpu_forward, cpu_backward)

@@ -108,9 +108,6 @@ def _place(TABLE, BLOCK: tl.constexpr, num_queries, num_keys, lo, hi, MANY: tl.c
         return tl.program_id(0) * BLOCK, 0, 0, num_queries, num_keys, lo, hi
 
 
-# --- forward ---------------------------------------------------------------------------------------
-
-
 @triton.jit(do_not_specialize=_SIZES)
 def forward_kernel(
     Q, K, V, OUT, LSE, TABLE,
@@ -158,9 +155,6 @@ def forward_kernel(
     _store(OUT, values, queries, stride_o, num_queries, HEAD_DIM, BLOCK_D)
     lse = (top + tl.log2(total)) * 0.6931471805599453
     tl.store(LSE + tl.program_id(1).to(tl.int64) * num_rows + q_start + queries, lse, mask=inside)
-
-
-# --- backward --------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["num_queries"])

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ds_hetero.batch.tiles import Band
-from ds_hetero.runtime.attention.kernels.interface import PackedBlocks, SavedForward, Scores
+from ds_hetero.runtime.attention.kernels.interface import Blocks, PackedBlocks, SavedForward, Scores
 from ds_hetero.runtime.devices import copied_to
 
 _LOG2_E = 1.4426950408889634
@@ -93,7 +91,7 @@ def triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, soft
     """Why the Triton kernel cannot run such a block, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install triton"
-    if device.type != "cuda" and not (device.type == "cpu" and _interpreted()):
+    if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"Triton runs on CUDA devices, not on {device.type} (in its interpreter with TRITON_INTERPRET=1)"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the Triton kernel takes float32, float16 and bfloat16, not {dtype}"
@@ -124,61 +122,85 @@ class TritonKernel:
 
     name = "triton"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel`."""
-        return _forward(q, k, v, scores, _OneBlock(band))
+        q, k, v = (_dense_rows(x) for x in (q, k, v))
+        batch_size, heads, num_queries, head_dim = q.shape
+        out = q.new_empty(batch_size, num_queries, heads, head_dim).transpose(1, 2)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        sizes = _launch(q).forward
+        programs, table = _programs(blocks, q, k, sizes.queries, by_keys=False)
+        _kernels().forward_kernel[programs, batch_size * heads](
+            *(q, k, v, out, lse, table),
+            *_strides(q, k, v, out),
+            *(heads, heads // k.shape[1], *_extents(blocks, q, k)),
+            *_score_factors(scores),
+            **_constants(q, sizes, scores.softcap),
+            MANY=isinstance(blocks, PackedBlocks),
+        )
+        return out, lse
 
-    def backward(self, dout: Tensor, saved: SavedForward, scores: Scores, band: Band) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: Blocks
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel`; gradients in float32."""
-        return _backward(dout, saved, scores, _OneBlock(band))
+        dout, q, k, v, out = (_dense_rows(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
+        batch_size, heads, num_queries, head_dim = q.shape
+        lse = saved.lse.contiguous()
+        delta = torch.empty_like(lse)
+        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        kernels, launch, many = _kernels(), _launch(q), isinstance(blocks, PackedBlocks)
+        kernels.delta_kernel[-(-num_queries // DELTA.queries), batch_size * heads](
+            *(out, dout, delta),
+            *_strides(out, dout),
+            *(heads, num_queries),
+            HEAD_DIM=head_dim,
+            BLOCK_Q=DELTA.queries,
+            BLOCK_D=padded_head_dim(head_dim),
+            num_warps=DELTA.num_warps,
+        )
+        operands = (q, k, v, dout, lse, delta)
+        group, extents = heads // k.shape[1], _extents(blocks, q, k)
+        factors = (*_score_factors(scores), scores.scale)
+        programs, table = _programs(blocks, q, k, launch.dq.queries, by_keys=False)
+        kernels.dq_kernel[programs, batch_size * heads](
+            *(*operands, dq, table),
+            *_strides(q, k, v, dout, dq),
+            *(heads, group, *extents),
+            *factors,
+            **_constants(q, launch.dq, scores.softcap),
+            MANY=many,
+        )
+        programs, table = _programs(blocks, q, k, launch.dkv.keys, by_keys=True)
+        kernels.dkv_kernel[programs, batch_size * k.shape[1]](
+            *(*operands, dk, dv, table),
+            *_strides(q, k, v, dout, dk),
+            *(k.shape[1], group, *extents),
+            *factors,
+            **_constants(q, launch.dkv, scores.softcap),
+            MANY=many,
+        )
+        return dq, dk, dv
 
     def packs(self, q: Tensor, scores: Scores) -> bool:
         """See `AttentionKernel`."""
         return True
 
-    def forward_many(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: PackedBlocks
-    ) -> tuple[Tensor, Tensor]:
-        """See `AttentionKernel`."""
-        return _forward(q, k, v, scores, _ManyBlocks(blocks))
 
-    def backward_many(
-        self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: PackedBlocks
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `AttentionKernel`; gradients in float32."""
-        return _backward(dout, saved, scores, _ManyBlocks(blocks))
-
-
-@dataclass(frozen=True)
-class _OneBlock:
-    """A launch for one block: nothing but the band."""
-
-    band: Band
-
-    def programs(self, q: Tensor, k: Tensor, block: int, by_keys: bool) -> tuple[int, Tensor]:
-        """How many programs a head has, and the table, which is not read."""
+def _programs(blocks: Blocks, q: Tensor, k: Tensor, block: int, by_keys: bool) -> tuple[int, Tensor]:
+    """How many programs a head has, and the table of what each works on, which is not read where there is one block."""
+    if not isinstance(blocks, PackedBlocks):
         return -(-(k if by_keys else q).shape[2] // block), q
-
-    def sizes(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
-        """(rows of lse, queries, keys, lo, hi)."""
-        num_queries, num_keys = q.shape[2], k.shape[2]
-        return num_queries, num_queries, num_keys, *self.band.bounds(num_queries, num_keys)
+    table = _table(blocks, block, by_keys, q.device)
+    return len(table), table
 
 
-@dataclass(frozen=True)
-class _ManyBlocks:
-    """A launch for many blocks, with a table of what each program works on."""
-
-    blocks: PackedBlocks
-
-    def programs(self, q: Tensor, k: Tensor, block: int, by_keys: bool) -> tuple[int, Tensor]:
-        """How many programs a head has, and the table."""
-        table = _table(self.blocks, block, by_keys, q.device)
-        return len(table), table
-
-    def sizes(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
-        """(rows of lse, and four numbers that the table replaces)."""
-        return q.shape[2], 0, 0, 0, 0
+def _extents(blocks: Blocks, q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """(rows of lse, queries, keys, lo, hi); of many blocks the table has the last four."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    if isinstance(blocks, PackedBlocks):
+        return num_queries, 0, 0, 0, 0
+    return num_queries, num_queries, num_keys, *blocks.bounds(num_queries, num_keys)
 
 
 @lru_cache(maxsize=256)
@@ -190,69 +212,6 @@ def _table(blocks: PackedBlocks, block: int, by_keys: bool, device: torch.device
         entry = (queries.start, num_queries, keys.start, num_keys, *band.bounds(num_queries, num_keys))
         rows += [(first, *entry) for first in range(0, num_keys if by_keys else num_queries, block)]
     return copied_to(torch.tensor(rows, dtype=torch.int32), device)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, work: _OneBlock | _ManyBlocks) -> tuple[Tensor, Tensor]:
-    q, k, v = (_dense_rows(x) for x in (q, k, v))
-    batch_size, heads, num_queries, head_dim = q.shape
-    out = q.new_empty(batch_size, num_queries, heads, head_dim).transpose(1, 2)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    blocks = _launch(q).forward
-    programs, table = work.programs(q, k, blocks.queries, by_keys=False)
-    _kernels().forward_kernel[programs, batch_size * heads](
-        *(q, k, v, out, lse, table),
-        *_strides(q, k, v, out),
-        *(heads, heads // k.shape[1], *work.sizes(q, k)),
-        *_score_factors(scores),
-        **_constants(q, blocks, scores.softcap),
-        MANY=isinstance(work, _ManyBlocks),
-    )
-    return out, lse
-
-
-def _backward(
-    dout: Tensor, saved: SavedForward, scores: Scores, work: _OneBlock | _ManyBlocks
-) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v, out = (_dense_rows(x) for x in (dout, saved.q, saved.k, saved.v, saved.out))
-    batch_size, heads, num_queries, head_dim = q.shape
-    lse = saved.lse.contiguous()
-    delta = torch.empty_like(lse)
-    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
-    kernels, launch, many = _kernels(), _launch(q), isinstance(work, _ManyBlocks)
-    kernels.delta_kernel[-(-num_queries // DELTA.queries), batch_size * heads](
-        *(out, dout, delta),
-        *_strides(out, dout),
-        *(heads, num_queries),
-        HEAD_DIM=head_dim,
-        BLOCK_Q=DELTA.queries,
-        BLOCK_D=padded_head_dim(head_dim),
-        num_warps=DELTA.num_warps,
-    )
-    operands = (q, k, v, dout, lse, delta)
-    group, sizes, factors = heads // k.shape[1], work.sizes(q, k), (*_score_factors(scores), scores.scale)
-    programs, table = work.programs(q, k, launch.dq.queries, by_keys=False)
-    kernels.dq_kernel[programs, batch_size * heads](
-        *(*operands, dq, table),
-        *_strides(q, k, v, dout, dq),
-        *(heads, group, *sizes),
-        *factors,
-        **_constants(q, launch.dq, scores.softcap),
-        MANY=many,
-    )
-    programs, table = work.programs(q, k, launch.dkv.keys, by_keys=True)
-    kernels.dkv_kernel[programs, batch_size * k.shape[1]](
-        *(*operands, dk, dv, table),
-        *_strides(q, k, v, dout, dk),
-        *(k.shape[1], group, *sizes),
-        *factors,
-        **_constants(q, launch.dkv, scores.softcap),
-        MANY=many,
-    )
-    return dq, dk, dv
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _kernels() -> Any:
