@@ -48,7 +48,7 @@ OTHER = {
 
 @pytest.mark.parametrize("changed", [{}, OTHER, {"zero_within": True}])
 def test_a_scenario_comes_back_as_it_was_written(changed):
-    assert set(OTHER) | {"zero_cluster", "zero_within"} == {field.name for field in fields(Workload)}
+    assert set(OTHER) | {"zero_cluster", "zero_order", "zero_within"} == {field.name for field in fields(Workload)}
     for name in model_names():
         scenario = PlanScenario(
             cost_model="calibrated",
