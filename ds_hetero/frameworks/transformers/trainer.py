@@ -24,6 +24,7 @@ import transformers.trainer
 from packaging.version import Version
 from transformers import Trainer
 
+from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.forward_mode import Wanted, sharded_calls, sharding, wanted_results
 from ds_hetero.engine.loader import stands_for_none
 from ds_hetero.engine.patching import Function, around
@@ -344,20 +345,28 @@ def _compute_loss(
     labels = inputs["shift_labels"]
     for_model = {} if split.shifts_labels_itself else {"labels": labels}
     outputs = model(**{**for_model, **inputs})
-    num_tokens = labels.ne(IGNORE_INDEX).sum()
-    of_routers = num_tokens * split.router_term(outputs)  # no part of a mean over the tokens of a step
-    if for_model:
-        loss_sum = num_tokens * (outputs["loss"] if isinstance(outputs, dict) else outputs[0]) - of_routers
-    else:
-        loss_sum = cross_entropy_sum(outputs["logits"], labels)
-    with split.clock.phase(IDLE, "loss"):
-        loss = sequence_parallel_loss(loss_sum, num_tokens, split.replica, num_items_in_batch)
-        if getattr(outputs, "aux_loss", None) is not None:
-            is_mean = num_items_in_batch is not None and registry.adapters.trainers.averages_router_losses(trainer)
-            of_routers = of_routers / (trainer.current_gradient_accumulation_steps if is_mean else 1)
-            loss = loss + sequence_parallel_loss(of_routers, num_tokens, split.replica)
+    loss = _loss_of_shard(registry, trainer, split, outputs, labels, num_items_in_batch)
     _say_whether_scaled(trainer, scaled=num_items_in_batch is not None)
     return (loss, outputs) if return_outputs else loss
+
+
+def _loss_of_shard(
+    registry: Registry, trainer: Trainer, split: SplitModel, outputs: Any, labels: torch.Tensor, num_items: Any
+) -> torch.Tensor:
+    """The loss of the sequences that this rank has a shard of."""
+    num_tokens = labels.ne(IGNORE_INDEX).sum()
+    of_routers = num_tokens * split.router_term(outputs)  # no part of a mean over the tokens of a step
+    if split.shifts_labels_itself:
+        loss_sum = cross_entropy_sum(outputs["logits"], labels)
+    else:
+        loss_sum = num_tokens * (outputs["loss"] if isinstance(outputs, dict) else outputs[0]) - of_routers
+    with split.clock.phase(IDLE, "loss"):
+        loss = sequence_parallel_loss(loss_sum, num_tokens, split.replica, num_items)
+        if getattr(outputs, "aux_loss", None) is not None:
+            is_mean = num_items is not None and registry.adapters.trainers.averages_router_losses(trainer)
+            of_routers = of_routers / (trainer.current_gradient_accumulation_steps if is_mean else 1)
+            loss = loss + sequence_parallel_loss(of_routers, num_tokens, split.replica)
+    return loss
 
 
 def _say_whether_scaled(trainer: Trainer, *, scaled: bool) -> None:

@@ -158,7 +158,7 @@ def _move_shards(rank: int) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import CommDebugMode
 
-    from ds_hetero.frameworks.deepspeed.zero.stage3 import all_gather_shards, own_shard, reduce_to_owners
+    from ds_hetero.frameworks.deepspeed.zero.stage3 import Gathering, own_shard, reduce_to_owners
 
     deepspeed.init_distributed("gloo")
     for weights in ((1, 2, 3), (5, 0.1, 1)):
@@ -166,7 +166,7 @@ def _move_shards(rank: int) -> None:
         cuts = [cut_parameter(whole.numel(), weights) for whole in wholes]
         shards = [own_shard(whole, cut, dist.group.WORLD) for whole, cut in zip(wholes, cuts, strict=True)]
         with CommDebugMode() as comms:
-            gathered = all_gather_shards(shards, cuts, dist.group.WORLD).wait()
+            gathered = Gathering(shards, cuts, dist.group.WORLD).wait()
         assert comms.get_total_counts() == 3  # a broadcast per rank
         for flat, whole, cut in zip(gathered, wholes, cuts, strict=True):
             assert flat.numel() == cut.total

@@ -22,7 +22,7 @@ from ds_hetero.runtime.attention.kernels.interface import (
     SavedForward,
     Scores,
     boundaries,
-    window_of,
+    window_of_blocks,
 )
 
 
@@ -53,7 +53,7 @@ class FlashAttnKernel:
             _lengths(blocks, q.device),
             scores.softcap or 0.0,
         )
-        mask = _mask(window_of(blocks, q, k))
+        mask = _mask(window_of_blocks(blocks, q, k))
         tensors = [_token_first(x, is_packed) for x in (q, k, v)]
         if flash := _version_3(q.device):
             out, lse, *_ = flash._flash_attn_forward(
@@ -74,7 +74,7 @@ class FlashAttnKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `AttentionKernel`."""
         is_packed, lengths = isinstance(blocks, PackedBlocks), list(_lengths(blocks, dout.device).values())
-        mask = (*_mask(window_of(blocks, saved.q, saved.k)).values(), scores.softcap or 0.0)
+        mask = (*_mask(window_of_blocks(blocks, saved.q, saved.k)).values(), scores.softcap or 0.0)
         tensors = [_token_first(x, is_packed) for x in (dout, saved.q, saved.k, saved.v, saved.out)]
         # Read as [B, H, Q] without a look at its strides.
         tensors.append((saved.lse[0] if is_packed else saved.lse).contiguous())

@@ -95,7 +95,7 @@ Blocks = Band | PackedBlocks
 """Of one kernel call: the band of the only block, or many blocks of one batch row, all with the same window."""
 
 
-def window_of(blocks: Blocks, q: Tensor, k: Tensor) -> tuple[int, int]:
+def window_of_blocks(blocks: Blocks, q: Tensor, k: Tensor) -> tuple[int, int]:
     """`Band.window` of queries [B, H, Q, D] and keys [B, G, K, D], or of many blocks of them."""
     return blocks.window if isinstance(blocks, PackedBlocks) else blocks.window(q.shape[2], k.shape[2])
 

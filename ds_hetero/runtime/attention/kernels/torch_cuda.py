@@ -17,7 +17,7 @@ from ds_hetero.runtime.attention.kernels.interface import (
     SavedForward,
     Scores,
     boundaries,
-    window_of,
+    window_of_blocks,
 )
 from ds_hetero.runtime.attention.kernels.plain import backward_by_tiles, forward_by_tiles, plain_backward, plain_forward
 
@@ -40,7 +40,7 @@ def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor]:
     """`AttentionKernel.forward` without a soft cap."""
     is_packed = isinstance(blocks, PackedBlocks)
-    left, right = window_of(blocks, q, k)
+    left, right = window_of_blocks(blocks, q, k)
     q, k, v = (_token_first(x)[0] if is_packed else _token_first(x) for x in (q, k, v))
     out, lse, *_ = _aten._flash_attention_forward(
         *(q, k, v),
@@ -58,7 +58,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Block
 def flash_backward(dout: Tensor, saved: SavedForward, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     """`AttentionKernel.backward` without a soft cap."""
     is_packed = isinstance(blocks, PackedBlocks)
-    left, right = window_of(blocks, saved.q, saved.k)
+    left, right = window_of_blocks(blocks, saved.q, saved.k)
     tensors = (dout, saved.q, saved.k, saved.v, saved.out)
     dout, q, k, v, out = (_token_first(x)[0] if is_packed else _token_first(x) for x in tensors)
     no_dropout = q.new_empty(2, dtype=torch.uint64)  # a state of the random generator, which nothing reads
