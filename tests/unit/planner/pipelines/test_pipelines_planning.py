@@ -148,7 +148,7 @@ def test_sequence_parallelism_that_cannot_win_is_not_searched(monkeypatch):
     goal = Objective("time", 1.0, (0.0,) * 3, (0.0,) * 3)
     everything = best_sequence(CASE, MODEL, WORK, 16, (1, 2), goal)
     with monkeypatch.context() as without_search:
-        without_search.setattr(rivals, "search", None)
+        without_search.setattr(rivals, "searched_candidates", None)
         uniform = best_sequence(CASE, MODEL, WORK, 16, (1, 2), goal, known=1e-3)
     assert uniform.step_s >= everything.step_s > 1e-3
 
