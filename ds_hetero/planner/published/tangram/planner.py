@@ -187,7 +187,7 @@ def compose_exactly(tables: Tables, num_layers: int, micro_batches: int) -> tupl
 
 
 ALL_ORDERS = 4  # islands up to which every order is tried
-CHEAP_SIZE = 800  # orders of islands x devices up to which compositions take about 0.3 s
+CHEAP_SIZE = 1200  # orders of islands x devices up to which compositions take about 0.4 s: two islands of 600 devices
 CHEAP_S = 0.5  # of the last word on them, by a count of their actions, where our search begins at them
 
 
