@@ -165,9 +165,6 @@ class ElasticState(Protocol):
     def go_on(self, objects: Mapping[str, Any], found: Any) -> None:
         """Put back a save that was ``found`` before; from here on `after_step` is called by the caller."""
 
-    def around_step(self, step: Callable[[], Any]) -> Any:
-        """Take an engine's step."""
-
     def after_step(self, step: int) -> None:
         """Commit and save what is due."""
 
