@@ -44,6 +44,7 @@ from ds_hetero.runtime.attention import attention as attention_module
 from ds_hetero.runtime.attention import channel, kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import batch_layout
+from ds_hetero.runtime.attention.lane_mail import LaneMail
 from ds_hetero.runtime.attention.ring import ring_backward
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.values.baselines import proportional
@@ -57,7 +58,7 @@ class Way(NamedTuple):
 
     in_reverse: bool = False  # lanes of the backward
     by_order: bool = False  # messages are paired by the order of posting, a round is one batch of operations
-    waits: bool = False  # for what it receives, before a round computes
+    waits: bool = False  # before a round computes, for what the next one needs
 
 
 ORDERS = {
@@ -121,20 +122,18 @@ def measure(
 
 
 def _run_as(layer: Callable[[], object], way: Way) -> Callable[[], object]:
-    post = channel.Channel.post
+    post = LaneMail.post
 
-    def post_and_wait(self: channel.Channel, *messages: Any) -> dict[int, channel.PendingReceives]:
-        pending = post(self, *messages)
-        for receives in pending.values():
-            receives.wait()
-        return pending
+    def post_and_wait(mail: LaneMail, step: int, *traffic: Any) -> None:
+        post(mail, step, *traffic)
+        mail.pending(step + 1).wait()
 
     def run() -> None:
         backward = functools.partial(ring_backward, in_reverse=way.in_reverse)
         with (
             mock.patch.object(attention_module, "ring_backward", backward),
             mock.patch.object(channel, "pairs_by_order", lambda group: way.by_order),
-            mock.patch.object(channel.Channel, "post", post_and_wait if way.waits else post),
+            mock.patch.object(LaneMail, "post", post_and_wait if way.waits else post),
         ):
             layer()
 
