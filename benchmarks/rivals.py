@@ -204,8 +204,7 @@ def of_documents(rng: random.Random, with_exact: bool) -> Judged:
     for planner in planners_of("documents"):
         assert planner.documents is not None
         loads = loads_of(lengths, planner.documents(lengths, costs), costs)
-        fits = all(tokens <= most for tokens, most in zip(loads.tokens, costs.most_tokens, strict=True))
-        rivals[planner.name] = loads.predicted_s if fits else None
+        rivals[planner.name] = loads.predicted_s if loads.fits(costs) else None
     return {"ours": place_lengths(lengths, costs).predicted_s}, rivals, None
 
 

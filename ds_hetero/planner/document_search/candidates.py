@@ -22,6 +22,7 @@ from ds_hetero.planner.document_search.two_level import (
     Effort,
     node_bins,
     over_all_alike,
+    over_all_alike_at_least_s,
     over_all_units,
     over_all_units_s,
     over_one_node,
@@ -121,12 +122,14 @@ def _faster_baselines(lengths: Sequence[int], costs: UnitCosts, limit_s: float) 
         predicted_s, by_node = over_one_node_s(lengths, node_bins(costs), costs)
         if predicted_s < limit_s:
             yield over_one_node(lengths, by_node, costs)
-    if len(lengths) * len(costs.token_s) <= MOST_WORK:
-        for pieces in (whole(lengths, costs), over_all_alike(lengths, costs)):
-            loads = loads_of(lengths, pieces, costs)
-            fits = all(tokens <= most for tokens, most in zip(loads.tokens, costs.most_tokens, strict=True))
-            if fits and loads.predicted_s < limit_s:
-                yield pieces
+    whole_s, pieces = whole(lengths, costs)
+    if whole_s < limit_s:
+        yield pieces
+    if over_all_alike_at_least_s(lengths, costs) < limit_s and len(lengths) * len(costs.token_s) <= MOST_WORK:
+        pieces = over_all_alike(lengths, costs)
+        loads = loads_of(lengths, pieces, costs)
+        if loads.fits(costs) and loads.predicted_s < limit_s:
+            yield pieces
 
 
 def _where_memory_is(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:

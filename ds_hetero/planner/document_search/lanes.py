@@ -151,7 +151,7 @@ def place_by_heads(
     placements = [best]
     if lengths and len(lengths) * len(costs.node) <= MOST_FRAGMENTS:
         everywhere = place_everywhere(lengths, costs, sum(lengths) + padding)
-        if all(held <= most for held, most in zip(everywhere.loads.tokens, costs.most_tokens, strict=True)):
+        if everywhere.loads.fits(costs):
             placements.append(everywhere)
     found = []
     for placed in placements:

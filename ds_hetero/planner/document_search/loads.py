@@ -205,6 +205,10 @@ class Loads:
         units = zip(self.linear_s, self.attention_s, self.fragments_s, self.received_s, strict=True)
         return [linear + max(attention + fragments, received) for linear, attention, fragments, received in units]
 
+    def fits(self, costs: UnitCosts) -> bool:
+        """Whether every unit has memory for its tokens."""
+        return all(held <= most for held, most in zip(self.tokens, costs.most_tokens, strict=True))
+
     def with_padding(self, tokens: Sequence[int], costs: UnitCosts) -> Loads:
         """The loads if every unit has so many more tokens, which no attention looks at."""
         held = tuple(a + b for a, b in zip(self.tokens, tokens, strict=True))

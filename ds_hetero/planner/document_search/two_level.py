@@ -49,23 +49,36 @@ def over_all_alike(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
     return placed
 
 
-def whole(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
-    """Every document on one unit, longest first on the one that ends first with it; where none has room, as if it had.
+def over_all_alike_at_least_s(lengths: Sequence[int], costs: UnitCosts) -> float:
+    """A bound below `over_all_alike`: its documents that are cut, links between nodes free, less their rounding."""
+    part = 1 / len(costs.token_s)
+    cut = [length for length in lengths if length * part >= LEAST_FRAGMENT_TOKENS]
+    tokens, squares = sum(cut), sum(map(mul, cut, cut))
+    own_squares = squares * part + (costs.fragment_rows * tokens if part < 1 else 0)
+    slowest_s: float = max(
+        tokens * part * token_s + max(own_squares * square_s, tokens * (1 - part) * costs.receive_s[node])
+        for token_s, square_s, node in zip(costs.token_s, costs.square_s, costs.node, strict=True)
+    )
+    return slowest_s * (1 - 1 / LEAST_FRAGMENT_TOKENS)
 
-    The placement's loads say what does not fit.
-    """
-    busy_s, room = [0.0] * len(costs.token_s), list(costs.most_tokens)
-    placed: list[Pieces] = [[] for _ in lengths]
-    for j in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):  # stable: ties by index
-        length = lengths[j]
-        ends_s = [
-            (left < length, s + length * (token_s + length * square_s))
-            for s, left, token_s, square_s in zip(busy_s, room, costs.token_s, costs.square_s, strict=True)
-        ]
-        unit = min(range(len(ends_s)), key=ends_s.__getitem__)
-        busy_s[unit], room[unit] = ends_s[unit][1], room[unit] - length
-        placed[j] = [(unit, length)]
-    return placed
+
+def whole(lengths: Sequence[int], costs: UnitCosts) -> tuple[float, list[Pieces]]:
+    """Every document on one unit, longest first on the one that ends first with it; infinity where none has room."""
+    bins = Bins(list(costs.token_s), list(costs.square_s), list(costs.most_tokens))
+    units = _dealt_whole(lengths, bins)
+    if units is None:
+        return float("inf"), []
+    return max(bins.load_s), [[(unit, length)] for unit, length in zip(units, lengths, strict=True)]
+
+
+def _dealt_whole(lengths: Sequence[int], bins: Bins) -> list[int] | None:
+    """The bin of every document, dealt whole, longest first; None where that is not possible."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
+    dealt = deal([DocumentPart(j, lengths[j], lengths[j]) for j in order], bins, float("inf"))
+    if dealt is None or any(len(pieces) > 1 for pieces in dealt):
+        return None
+    bin_of = {j: pieces[0][0] for j, pieces in zip(order, dealt, strict=True)}
+    return [bin_of[j] for j in range(len(lengths))]
 
 
 def over_one_node(lengths: Sequence[int], by_node: Sequence[Sequence[int]], costs: UnitCosts) -> list[Pieces]:
@@ -83,13 +96,12 @@ def over_one_node_s(lengths: Sequence[int], nodes: Bins, costs: UnitCosts) -> tu
     Args:
         nodes: empty bins, one per node, with the speed of all its units.
     """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
-    dealt = deal([DocumentPart(j, lengths[j], lengths[j]) for j in order], nodes, float("inf"))
-    if dealt is None or any(len(pieces) > 1 for pieces in dealt):
+    node_of = _dealt_whole(lengths, nodes)
+    if node_of is None:
         return float("inf"), []
     by_node: list[list[int]] = [[] for _ in range(costs.num_nodes)]
-    for j, pieces in zip(order, dealt, strict=True):
-        by_node[pieces[0][0]].append(j)
+    for j, node in enumerate(node_of):
+        by_node[node].append(j)
     times = (
         _shared_s(units, [lengths[j] for j in documents], costs, crossing=False)
         for units, documents in zip(costs.units_by_node, by_node, strict=True)
