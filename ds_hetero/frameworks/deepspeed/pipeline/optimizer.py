@@ -66,9 +66,23 @@ class PipelineOptimizer(Optimizer):
         names: Sequence[Sequence[str]],
     ) -> None:
         self.inner, self.sync, self._clip, self._clock, self._names = inner, sync, clip, clock, names
-        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
         self._global_grad_norm = 0.0
         self.overflow = False  # the last step was skipped, since the norm was not finite
+
+    @property
+    def param_groups(self) -> Groups:  # type: ignore[override]
+        """Those of the inner optimizer, whose ``load_state_dict`` makes new ones."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the inner optimizer."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> State:  # type: ignore[override]
+        """Those of the inner optimizer."""
+        return self.inner.defaults
 
     def state_dict(self) -> State:
         """This rank's part, by parameter: boxes, values and optimizer state; and the groups' settings."""
