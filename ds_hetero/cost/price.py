@@ -101,6 +101,11 @@ class Price:
         """Money for a million tokens."""
         return None if self.money is None else MILLION * self.money / self.tokens
 
+    @property
+    def kwh_per_million_tokens(self) -> float | None:
+        """Energy for a million tokens."""
+        return None if self.joules is None else MILLION * self.joules / self.tokens / JOULES_PER_KWH
+
     def training_s(self, tokens: float) -> float:
         """Time of a training on so many tokens."""
         return tokens / self.tokens * self.step_s
@@ -113,8 +118,7 @@ class Price:
             f"training:   {amount_text(tokens)} tokens take {duration_text(training_s)}; {100 * self.mfu:.1f} % of the "
             f"peaks (MFU){energy_of}"
         ]
-        if self.joules is not None:
-            per_million = MILLION * self.joules / self.tokens / JOULES_PER_KWH
+        if (per_million := self.kwh_per_million_tokens) is not None:
             lines.append(
                 f"energy:     {per_million:,.3g} kWh per million tokens, {per_million * tokens / MILLION:,.3g} kWh for "
                 f"{amount_text(tokens)}; cards alone"

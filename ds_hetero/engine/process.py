@@ -53,7 +53,7 @@ from ds_hetero.engine.patching import Patches
 from ds_hetero.errors import ConfigError, HeteroError, PeerError, StepError
 from ds_hetero.job.start import World
 from ds_hetero.runtime.collectives import timeout_of_job
-from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.devices import collectives_library, default_device
 from ds_hetero.runtime.peers.board import FAILED, STOPPED
 from ds_hetero.runtime.peers.watch import current_watch, is_lost_peer, lost_peer_error, waiting_for_peers
 from ds_hetero.values.section import SECTION, expect_section_name
@@ -377,8 +377,8 @@ def _versions() -> dict[str, str]:
     versions = {"torch": torch.__version__.partition("+")[0]}
     versions |= {name: release_of(name) or "not installed" for name in _PACKAGES}
     if default_device().type == "cuda":
-        library = "RCCL" if torch.version.hip else "NCCL"
-        versions[library] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        library, version = collectives_library()
+        versions[library] = version
     return {f"version of {name}": text for name, text in versions.items()}
 
 

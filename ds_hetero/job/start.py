@@ -47,7 +47,7 @@ from ds_hetero.profiler.kernel_probe import profile_cached
 from ds_hetero.reporting.run_file import expect_writable
 from ds_hetero.runtime.attention.kernels import AttentionKernel, select
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.devices import default_device, device_memory_bytes, has_native_bf16
+from ds_hetero.runtime.devices import collectives_library, default_device, device_memory_bytes, has_native_bf16
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.plans import BatchSplit, Plan
@@ -231,8 +231,7 @@ def own_capabilities(facts: JobFacts, rank: int) -> str:
     parts.append("bfloat16 native" if has_native_bf16(device) else "bfloat16 not native")
     parts.append(f"torch {torch.__version__}")
     if device.type == "cuda":
-        library = "RCCL" if torch.version.hip else "NCCL"
-        parts.append(f"{library} {'.'.join(map(str, torch.cuda.nccl.version()))}")  # type: ignore[no-untyped-call]
+        parts.append(" ".join(collectives_library()))
     return ", ".join(parts)
 
 

@@ -55,6 +55,12 @@ def has_native_bf16(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def collectives_library() -> tuple[str, str]:
+    """Name and version of what CUDA devices talk with: NCCL, or RCCL on AMD's."""
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return "RCCL" if torch.version.hip else "NCCL", ".".join(map(str, version))
+
+
 def device_memory_bytes() -> int:
     """Memory of this rank's accelerator; 0 on the host, where ranks share it."""
     device = default_device()

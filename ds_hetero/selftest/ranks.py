@@ -17,7 +17,7 @@ from ds_hetero.common.text import GIB, ranks_by_value
 from ds_hetero.engine.process import expect_same_environment, own_environment
 from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.attention.kernels import available
-from ds_hetero.runtime.devices import default_device, default_dtype, has_native_bf16
+from ds_hetero.runtime.devices import collectives_library, default_device, default_dtype, has_native_bf16
 
 _HEAD_DIM = 128
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -57,7 +57,7 @@ def _describe_gpu(device: torch.device) -> JsonDict:
         "capability": f"{properties.major}.{properties.minor}",
         "driver": _driver(),
         "cuda": torch.version.hip or torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        "nccl": collectives_library()[1],
     }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ds_hetero.cluster.topology import DeviceSpec
-from ds_hetero.cost.price import JOULES_PER_KWH, MILLION, price_of
+from ds_hetero.cost.price import price_of
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planned import PlannedPipelines
 
@@ -72,6 +72,6 @@ def _priced(planned: PlannedPipelines, devices: Sequence[DeviceSpec], objectives
     """A plan with the price of its devices with work, as far as ``objectives`` are known."""
     working, shares = zip(*sorted(planned.busy.items()), strict=True)
     price = price_of([devices[rank] for rank in working], dict(enumerate(shares)), planned.step_s, planned.tokens, 0.0)
-    kwh = MILLION * (price.joules or 0.0) / planned.tokens / JOULES_PER_KWH
     money = price.per_million_tokens if "cost" in objectives else None
-    return Choice(planned=planned, money=money, kwh=kwh if "energy" in objectives else None)
+    kwh = price.kwh_per_million_tokens if "energy" in objectives else None
+    return Choice(planned=planned, money=money, kwh=kwh)

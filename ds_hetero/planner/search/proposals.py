@@ -14,7 +14,7 @@ One round proposes all moves of one step size, evaluates them in one call and ta
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import permutations, product
 
 import numpy as np
@@ -424,9 +424,7 @@ def in_all_directions(problem: Problem, start: Assignment) -> Assignment:
     """
     if problem.num_ranks > MAX_DIRECTED_RANKS:
         return start
-    shares_XD = np.array(list(product((-2.0, -1.0, 0.0, 1.0, 2.0), repeat=problem.num_ranks)))
-    shares_XD -= shares_XD.mean(axis=1, keepdims=True)
-    grouping, best = problem.grouping(start.groups), start
+    shares_XD, grouping, best = _directions(problem.num_ranks), problem.grouping(start.groups), start
     for step in STEPS[2:]:
         moved: Assignment | None = best
         while moved is not None:
@@ -436,6 +434,14 @@ def in_all_directions(problem: Problem, start: Assignment) -> Assignment:
             heads_XD = np.broadcast_to(best.heads, tokens_XD.shape)
             moved = problem.best_row(grouping, tokens_XD, heads_XD, best.time_s * (1 - MIN_GAIN))
     return best
+
+
+@cache
+def _directions(num_ranks: int) -> Floats:
+    """Shares from -2 to 2 by rank that add up to 0 when their mean is taken off, each once, ``[X, D]``."""
+    shares_XD = np.array(list(product((-2.0, -1.0, 0.0, 1.0, 2.0), repeat=num_ranks)))
+    shares_XD = shares_XD[(shares_XD.min(axis=1) == -2) & (shares_XD.max(axis=1) > -2)]  # others differ by a constant
+    return np.asarray(shares_XD - shares_XD.mean(axis=1, keepdims=True))
 
 
 def round_to_units(problem: Problem, start: Assignment) -> Assignment | None:

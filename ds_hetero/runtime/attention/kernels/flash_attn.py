@@ -22,6 +22,7 @@ from ds_hetero.runtime.attention.kernels.interface import (
     SavedForward,
     Scores,
     boundaries,
+    head_first,
     window_of_blocks,
 )
 
@@ -48,12 +49,8 @@ class FlashAttnKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """See `AttentionKernel`."""
-        is_packed, lengths, softcap = (
-            isinstance(blocks, PackedBlocks),
-            _lengths(blocks, q.device),
-            scores.softcap or 0.0,
-        )
-        mask = _mask(window_of_blocks(blocks, q, k))
+        is_packed, lengths = isinstance(blocks, PackedBlocks), _lengths(blocks, q.device)
+        mask, softcap = _mask(window_of_blocks(blocks, q, k)), scores.softcap or 0.0
         tensors = [_token_first(x, is_packed) for x in (q, k, v)]
         if flash := _version_3(q.device):
             out, lse, *_ = flash._flash_attn_forward(
@@ -67,7 +64,7 @@ class FlashAttnKernel:
             out, lse, *_ = _version_2()._flash_attn_forward(
                 *tensors, 0.0, scores.scale, softcap=softcap, alibi_slopes=None, return_softmax=False, **mask
             )
-        return _head_first(out, is_packed), lse[None] if is_packed else lse
+        return head_first(out, is_packed), lse[None] if is_packed else lse
 
     def backward(
         self, dout: Tensor, saved: SavedForward, scores: Scores, blocks: Blocks
@@ -90,7 +87,7 @@ class FlashAttnKernel:
             version_2 = _version_2()
             backward = version_2._flash_attn_varlen_backward if is_packed else version_2._flash_attn_backward
             backward(*tensors, *grads, *lengths, 0.0, scores.scale, *mask, None, deterministic)
-        dq, dk, dv = (_head_first(x, is_packed) for x in grads)
+        dq, dk, dv = (head_first(x, is_packed) for x in grads)
         return dq, dk, dv
 
     def packs(self, q: Tensor, scores: Scores) -> bool:
@@ -102,10 +99,6 @@ def _token_first(x: Tensor, is_packed: bool) -> Tensor:
     """[B, heads, tokens, D] -> [B, tokens, heads, D]; of many blocks, which are of one batch row, without B."""
     x = x.transpose(1, 2)
     return x[0] if is_packed else x
-
-
-def _head_first(x: Tensor, is_packed: bool) -> Tensor:
-    return (x[None] if is_packed else x).transpose(1, 2)
 
 
 def _lengths(blocks: Blocks, device: torch.device) -> dict[str, Any]:

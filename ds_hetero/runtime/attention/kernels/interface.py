@@ -100,6 +100,11 @@ def window_of_blocks(blocks: Blocks, q: Tensor, k: Tensor) -> tuple[int, int]:
     return blocks.window if isinstance(blocks, PackedBlocks) else blocks.window(q.shape[2], k.shape[2])
 
 
+def head_first(x: Tensor, is_packed: bool) -> Tensor:
+    """[B, tokens, heads, D] -> [B, heads, tokens, D]; of many blocks, of which an operator knows no B, with B = 1."""
+    return (x[None] if is_packed else x).transpose(1, 2)
+
+
 class AttentionKernel(Protocol):
     """Attention of a block of queries to a block of keys, together with its log-sum-exp.
 

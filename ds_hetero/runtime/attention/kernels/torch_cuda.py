@@ -17,6 +17,7 @@ from ds_hetero.runtime.attention.kernels.interface import (
     SavedForward,
     Scores,
     boundaries,
+    head_first,
     window_of_blocks,
 )
 from ds_hetero.runtime.attention.kernels.plain import backward_by_tiles, forward_by_tiles, plain_backward, plain_forward
@@ -52,7 +53,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, blocks: Block
         window_size_left=left,
         window_size_right=right,
     )
-    return _head_first(out, is_packed), lse[None] if is_packed else lse
+    return head_first(out, is_packed), lse[None] if is_packed else lse
 
 
 def flash_backward(dout: Tensor, saved: SavedForward, scores: Scores, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,7 +75,7 @@ def flash_backward(dout: Tensor, saved: SavedForward, scores: Scores, blocks: Bl
         window_size_left=left,
         window_size_right=right,
     )
-    dq, dk, dv = (_head_first(x, is_packed) for x in grads)
+    dq, dk, dv = (head_first(x, is_packed) for x in grads)
     return dq, dk, dv
 
 
@@ -84,11 +85,6 @@ def _lengths(blocks: Blocks, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tenso
         return None, None, q.shape[1], k.shape[1]
     starts = boundaries(blocks.queries, q.device), boundaries(blocks.keys, q.device)
     return *starts, blocks.max_queries, blocks.max_keys
-
-
-def _head_first(x: Tensor, is_packed: bool) -> Tensor:
-    """Back to [B, heads, tokens, D]; of many blocks the operator knows no B."""
-    return (x[None] if is_packed else x).transpose(1, 2)
 
 
 def efficient_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
