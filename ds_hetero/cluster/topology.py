@@ -204,6 +204,11 @@ class Cluster:
         return table
 
     @cached_property
+    def link_classes_inside(self) -> frozenset[int]:
+        """Indices into `link_classes` of links inside nodes."""
+        return frozenset(np.diagonal(self.link_class).tolist())
+
+    @cached_property
     def node_latency_s(self) -> Floats:
         """Latency for every pair of nodes, ``[nodes, nodes]``."""
         return np.array([link.latency_s for link in self.link_classes])[self.link_class]

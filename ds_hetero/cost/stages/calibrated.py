@@ -227,7 +227,7 @@ class CalibratedStageCosts(StageCosts):
         volume = samples * self.seq_len * self.workload.element_bytes * self.model.hidden_size
         busiest_s = volume * max(source.share, target.share) / (wire.bytes_per_s * wire.p2p_efficiency)
         kinds = [self.pools.kinds[kind] for kind in (*source.kinds, *target.kinds)]
-        inside = any(wire == each.link for each in kinds)
+        inside = link in self.cluster.link_classes_inside
         shared = [each.switch_bytes_per_s if inside else each.nic_bytes_per_s for each in kinds]
         return wire.latency_s + max([busiest_s, *(volume / rate for rate in shared if rate)])
 

@@ -21,7 +21,7 @@ import numpy as np
 from ds_hetero.planner.pipeline_search.cuts import LayerCut, make_cut
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate, Shape
 from ds_hetero.planner.pipeline_search.moves import Shapes, joins, mixed_nodes, neighbouring_plans
-from ds_hetero.planner.pipeline_search.starts import first_plans, uniform_grids
+from ds_hetero.planner.pipeline_search.starts import first_plans, own_degrees, uniform_grids
 
 GIVERS = 3  # busiest stages that give a layer away
 LEAST_REFINED_GAIN = 1e-6
@@ -84,6 +84,7 @@ Progress = Callable[[PlanCandidate, float], None]
 FEW_RANKS = 8  # devices up to which a wide search is cheap
 KEPT = 8  # starts that are refined
 START_BLOCK_S = 4e-7  # what it takes to make a start, per block
+DEGREES_S = 1e-4  # what choosing the sizes of blocks of one makeup of pipelines takes
 STARTS_SHARE = 0.25  # of the effort
 STARTS_SHARE_OF_MANY = 0.6  # with more devices than `MANY_RANKS`, where moves of single blocks gain little
 MANY_RANKS = 128
@@ -197,8 +198,9 @@ class Search:
     def _starts(self, warm: Iterable[Shapes]) -> list[PlanCandidate]:
         """The best few starts, each of another time or number of pipelines."""
         tops: list[PlanCandidate] = []
-        sources = itertools.chain(warm, self._mixed(), self._grids(), self._families())
         many = self._evaluate.costs.cluster.num_ranks > MANY_RANKS
+        own = self._own_degrees() if many else ()
+        sources = itertools.chain(warm, self._mixed(), own, self._grids(), self._families())
         limit_s = self._effort_s * (STARTS_SHARE_OF_MANY if many else STARTS_SHARE)
         for shapes in sources:
             self._evaluate.spent_s += START_BLOCK_S * sum(len(shape.blocks) for shape in shapes)
@@ -213,6 +215,12 @@ class Search:
     def _grids(self) -> Iterable[Shapes]:
         for _, pipelines in uniform_grids(self._evaluate.costs, self._evaluate.samples, self._sizes):
             yield tuple(Shape(pipeline.blocks, pipeline.micro_batch_size) for pipeline in pipelines)
+
+    def _own_degrees(self) -> Iterable[Shapes]:
+        for inner in self._inners:
+            for shapes in own_degrees(self._evaluate.costs, self._evaluate.samples, self._sizes[0], inner):
+                self._evaluate.spent_s += DEGREES_S * len(set(shapes))
+                yield shapes
 
     def _families(self) -> Iterable[Shapes]:
         for inner in self._inners:

@@ -4,6 +4,7 @@ grid     tensor x pipeline x data of equal sizes over consecutive ranks, as Mega
 with equal layers and equal micro-batches
 lanes    every node gives 1 / d of its devices to each of d pipelines, which are alike
 groups   whole nodes shared by d pipelines, longest processing time first, so that pipelines are equally fast
+degrees  groups whose pipelines each have the sizes of blocks that are best for them, for many devices
 
 Plans of whatever origin, judged with the layers and micro-batches that they bring along.
 """
@@ -14,14 +15,14 @@ import heapq
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import cache
+from functools import cache, partial
 from math import inf
 from typing import NamedTuple
 
 from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, PlacedPipeline, Pool, Pools, StageCosts
 from ds_hetero.planner.pipeline_search.blocks import block_of, cut_pool, sizes_up_to
-from ds_hetero.planner.pipeline_search.cuts import LayerCut, make_cut
+from ds_hetero.planner.pipeline_search.cuts import TOLERANCE, LayerCut, make_cut
 from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate, Shape, judge
 
 MAX_SIZES = 256  # combinations of block sizes by kind
@@ -32,6 +33,7 @@ FEW_DEVICES = 64  # up to which blocks are dealt out one by one
 MAX_GROUPS = 8  # of nodes, of which each has its own lanes
 
 Pipelines = list[tuple[DeviceBlock, ...]]
+Shapes = tuple[Shape, ...]
 
 
 def first_plans(pools: Pools, inner: str = "tensor") -> Iterator[Pipelines]:
@@ -51,7 +53,7 @@ def _over(pools: Pools, used: Sequence[Pool], inner: str) -> Iterator[Pipelines]
     speed = {pool: pools.kinds[pool.kind].device.peak_flops_per_s * len(pool.ranks) for pool in used}
     balanced = cache(lambda count: _balanced(speed, count))
     blocks = cache(lambda pool, devices, size: tuple(cut_pool(pool, devices, size, inner)))
-    lanes_of = [lanes for lanes in LANES if all(len(pool.ranks) % lanes == 0 for pool in used)]
+    lanes_of = _lanes_of(used)
     for sizes in _sizes_by_kind(pools, {pool.kind for pool in used}):
         for count in _counts(len(used)):
             for lanes in lanes_of:
@@ -73,6 +75,164 @@ def _over(pools: Pools, used: Sequence[Pool], inner: str) -> Iterator[Pipelines]
             yield from _dealt(
                 pools, [block for pool in used for block in blocks(pool, len(pool.ranks), sizes[pool.kind])]
             )
+
+
+def own_degrees(costs: StageCosts, samples: int, size: int, inner: str = "tensor") -> Iterator[Shapes]:
+    """Yield pipelines over all devices, few first, of which each has block sizes of its own for every kind in it.
+
+    The sizes are the fastest by a pipeline whose layers are cut anywhere: it takes ``(m - 1 + S) L / sum(1 / t)`` for m
+    micro-batches, S stages and L layers of t seconds each. `first_plans` would have to try all of them together. The
+    slowest stages come first, or those with most memory, where most micro-batches are in flight; the last has the head.
+
+    Args:
+        size: samples of a micro-batch.
+    """
+    kinds = costs.pools.kinds
+    degrees = _Degrees(costs, inner)
+
+    def slow_first(part: _Part) -> tuple[float, ...]:
+        return kinds[part.pool.kind].device.peak_flops_per_s, part.pool.kind, part.pool.node
+
+    def as_they_are(part: _Part) -> tuple[float, ...]:
+        return part.pool.node, part.pool.kind
+
+    def room_first(part: _Part) -> tuple[float, ...]:
+        return -kinds[part.pool.kind].device.memory_bytes, *slow_first(part)
+
+    def speed(parts: Sequence[_Part]) -> float:
+        return sum(kinds[part.pool.kind].device.peak_flops_per_s * part.devices for part in parts)
+
+    for groups, key in itertools.product(_divisions(costs.pools), (slow_first, room_first, as_they_are)):
+        whole = sum(map(speed, groups))
+        made: list[Shape] = []
+        for group in groups if samples >= size * len(groups) else ():
+            micro_batches = max(1, round(samples / size * speed(group) / whole))
+            parts = sorted(group, key=key)
+            chosen = degrees(parts, size, len(groups), micro_batches)
+            if chosen is None:
+                break
+            blocks = (cut_pool(pool, number, chosen[pool.kind], inner) for pool, number in parts)
+            made.append(Shape(tuple(itertools.chain.from_iterable(blocks)), size))
+        if len(made) == len(groups):
+            yield tuple(made)
+
+
+class _Part(NamedTuple):
+    """Devices of a pool."""
+
+    pool: Pool
+    devices: int  # of it
+
+
+def _divisions(pools: Pools) -> Iterator[list[list[_Part]]]:
+    """All devices in groups, few first: every kind dealt out; whole pools, balanced or of like speed; their lanes."""
+    speed = {pool: pools.kinds[pool.kind].device.peak_flops_per_s * len(pool.ranks) for pool in pools.pools}
+    lanes_of = _lanes_of(pools.pools)
+    for count in _counts(len(speed)):
+        yield _dealt_out(pools, count)
+        for groups in (_balanced(speed, count), _by_speed(speed, count)) if count > 1 else ():
+            for lanes in lanes_of if count <= MAX_GROUPS else (1,):
+                group_parts = [[_Part(pool, len(pool.ranks) // lanes) for pool in group] for group in groups]
+                yield [parts for parts in group_parts for _ in range(lanes)]
+
+
+def _dealt_out(pools: Pools, count: int) -> list[list[_Part]]:
+    """The devices of every kind dealt out one by one over its nodes, so that equal stages are neighbours."""
+    groups: list[list[_Part]] = [[] for _ in range(count)]
+    before = [0] * len(pools.kinds)
+    for pool in sorted(pools.pools, key=lambda pool: (pool.kind, pool.node)):
+        for i, parts in enumerate(groups):
+            devices = len(range((i - before[pool.kind]) % count, len(pool.ranks), count))
+            if devices:
+                parts.append(_Part(pool, devices))
+        before[pool.kind] += len(pool.ranks)
+    return [parts for parts in groups if parts]
+
+
+class _Degrees:
+    """Sizes of blocks by kind that are fastest for one pipeline alone, by `_period_s`."""
+
+    def __init__(self, costs: StageCosts, inner: str) -> None:
+        self._costs, self._inner = costs, inner
+        self._stage = cache(self._stage_uncached)
+        self._chosen = cache(self._chosen_uncached)
+
+    def __call__(
+        self, parts: Sequence[_Part], size: int, pipelines: int, micro_batches: int
+    ) -> Mapping[int, int] | None:
+        """Return the size of every kind's blocks; None if no sizes hold all layers. ``size``: of a micro-batch."""
+        devices = tuple((part.pool.kind, part.devices) for part in parts)
+        return self._chosen(devices, size, pipelines, micro_batches)
+
+    def _chosen_uncached(
+        self, devices: tuple[tuple[int, int], ...], size: int, pipelines: int, micro_batches: int
+    ) -> Mapping[int, int] | None:
+        """Of sizes alike for all kinds the fastest, and then kind by kind."""
+        kinds = sorted({kind for kind, _ in devices})
+        choices = sizes_up_to(max(number for _, number in devices))
+        judge = partial(self._time_s, devices, size, pipelines, micro_batches)
+        best = min((dict.fromkeys(kinds, choice) for choice in choices), key=judge)
+        for kind in kinds if len(kinds) > 1 else ():
+            best = min(({**best, kind: choice} for choice in choices), key=judge)
+        return best if judge(best) < inf else None
+
+    def _time_s(
+        self,
+        devices: tuple[tuple[int, int], ...],
+        size: int,
+        pipelines: int,
+        micro_batches: int,
+        chosen: Mapping[int, int],
+    ) -> float:
+        stages, rates = 0, list[tuple[float, float, int]]()
+        for kind, number in devices:
+            of_block = min(chosen[kind], 1 << (number.bit_length() - 1))
+            layer_s, layers = self._stage(kind, of_block, size, pipelines)
+            blocks = number // of_block
+            rates.append((layer_s * layers, blocks / layer_s, blocks * layers))
+            stages += blocks
+        if stages > self._costs.model.num_layers:
+            return inf
+        return (micro_batches - 1 + stages) * _period_s(rates, self._costs.model.num_layers)
+
+    def _stage_uncached(self, kind: int, devices: int, size: int, pipelines: int) -> tuple[float, int]:
+        """Seconds of a layer, and layers that fit; none do where the block cannot run a stage."""
+        inner = "one" if devices == 1 else self._inner
+        option = self._costs.stage(kind, devices, inner, size, pipelines)
+        return (1.0, 0) if option is None else (option.layer_s, option.max_layers(False, False, 1))
+
+
+def _period_s(stages: list[tuple[float, float, int]], layers: int) -> float:
+    """The least period of stages whose layers are cut anywhere, no stage with more than fit; infinite if none do.
+
+    Args:
+        stages: like ones together: period at which they are full, layers per second, layers that fit.
+    """
+    rate = sum(of_stages for _, of_stages, _ in stages)
+    left = float(layers)
+    for full_s, of_stages, room in sorted(stages):
+        if left <= full_s * rate * (1 + TOLERANCE):
+            return left / rate
+        left -= room
+        rate -= of_stages
+    return inf
+
+
+def _by_speed(speed: Mapping[Pool, float], count: int) -> list[list[Pool]]:
+    """Pools in up to ``count`` groups of about equal speed, devices of like speed together."""
+    pools = sorted(speed, key=lambda pool: (speed[pool] / len(pool.ranks), pool.kind, pool.node))
+    share = count / sum(speed.values())
+    groups: list[list[Pool]] = [[] for _ in range(count)]
+    before = 0.0
+    for pool in pools:
+        groups[min(count - 1, int((before + speed[pool] / 2) * share))].append(pool)
+        before += speed[pool]
+    return [group for group in groups if group]
+
+
+def _lanes_of(pools: Sequence[Pool]) -> list[int]:
+    """Numbers of pipelines that every pool can give equally many devices to."""
+    return [lanes for lanes in LANES if all(len(pool.ranks) % lanes == 0 for pool in pools)]
 
 
 def _dealt(pools: Pools, blocks: Sequence[DeviceBlock]) -> Iterator[Pipelines]:

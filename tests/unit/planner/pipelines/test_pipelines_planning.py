@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.measure import exact_pipelines as exact
 from benchmarks.measure.exact_pipelines import solve_pipelines_exact
@@ -17,9 +19,11 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
 from ds_hetero.planner.pipeline_search.batches import balance_bound_s
+from ds_hetero.planner.pipeline_search.blocks import block_of, idle_devices
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator
 from ds_hetero.planner.pipeline_search.search import Search
-from ds_hetero.planner.pipeline_search.starts import GivenLayers
+from ds_hetero.planner.pipeline_search.starts import GivenLayers, own_degrees
+from ds_hetero.planner.pipeline_search.starts import _period_s as period_of
 from ds_hetero.planner.pipelines import planning, rivals
 from ds_hetero.planner.pipelines.given import judge_plan
 from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not
@@ -259,6 +263,77 @@ def test_what_cannot_be_planned_says_why(change, message):
         plan_pipelines(**arguments)
 
 
+def named_apart(names):
+    nodes = [{"name": name, "device": "RTX-4090", "count": 4} for name in names]
+    return cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": 0.75, "latency_us": 10}})
+
+
+def test_nodes_that_differ_in_their_names_alone_are_of_one_kind():
+    apart = named_apart(("a", "b", "c", "d"))
+    together = cluster_from_dict(
+        {
+            "nodes": [{"name": "a", "device": "RTX-4090", "count": 4, "repeat": 4}],
+            "network": {"bandwidth_gb_per_s": 0.75, "latency_us": 10},
+        }
+    )
+    costs = [CalibratedStageCosts(cluster, MODEL, WORK) for cluster in (apart, together)]
+    assert [len(each.pools.kinds) for each in costs] == [1, 1]
+    hops = [
+        [each.hop_s(int(each.cluster.link_class[node, other]), *(block_of(p, 1) for p in each.pools.pools[:2]), 1)
+         for node, other in ((0, 0), (3, 3), (0, 3))]
+        for each in costs
+    ]  # fmt: skip
+    assert hops[0] == hops[1]
+    assert hops[0][0] == hops[0][1] < hops[0][2]
+    plans = [plan_pipelines(each, MODEL, WORK, 24, effort_s=0.1) for each in (apart, together)]
+    assert plans[0].step_s == plans[1].step_s
+
+
+@pytest.mark.parametrize("devices", [(), (("RTX-3090", 4, 3), ("A800-SXM-80GB", 8, 2))])
+def test_pipelines_with_degrees_of_their_own_use_every_device_once(devices):
+    nodes = [{"name": "fast", "device": "RTX-4090", "count": 8, "repeat": 3}]
+    nodes += [{"name": name, "device": name, "count": count, "repeat": repeat} for name, count, repeat in devices]
+    cluster = cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": 0.75, "latency_us": 10}})
+    costs = CalibratedStageCosts(cluster, MODEL, WORK)
+    found = list(own_degrees(costs, 64, 1))
+    assert {len(shapes) for shapes in found} >= {1, 2, 3, 4}
+    for shapes in found:
+        assert not any(idle_devices(costs.pools, [shape.blocks for shape in shapes]))
+        assert all(len(shape.blocks) <= MODEL.num_layers for shape in shapes)
+    evaluate = Evaluator(costs, 64, costs.time_objective())
+    fitting = [plan for plan in map(evaluate, found) if plan is not None]
+    assert fitting
+    if not devices:
+        assert all(len({block.kind for shape in plan.shapes for block in shape.blocks}) == 1 for plan in fitting)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 2.0), st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=5),
+    st.integers(1, 30),
+)
+def test_the_least_period_of_stages_fills_them_as_far_as_they_have_room(kinds, layers):
+    """A bisection of the period, at which stages hold ``min(room, period / layer_s)`` layers each."""
+    stages = [(layer_s * room, number / layer_s, number * room) for layer_s, number, room in kinds]
+    period_s = period_of(stages, layers)
+    if sum(number * room for _, number, room in kinds) < layers:
+        assert period_s == np.inf
+        return
+    low, high = 0.0, max(layer_s * room for layer_s, _, room in kinds)
+    for _ in range(200):
+        middle = (low + high) / 2
+        held = sum(number * min(room, middle / layer_s) for layer_s, number, room in kinds)
+        low, high = (low, middle) if held >= layers * (1 - 1e-12) else (middle, high)
+    assert period_s == pytest.approx(high, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planner", ["hexiscale", "tangram"])
+def test_a_plan_of_240_unlike_devices_is_not_slower_than_a_published_one(planner):
+    cluster, model = load_cluster("hexiscale-240"), load_model("llama-30b")
+    ours = plan_pipelines(cluster, model, WORK, 480)
+    assert ours.step_s <= plan_pipelines(cluster, model, WORK, 480, planner=planner).step_s
+
+
 @pytest.mark.slow
 def test_a_plan_of_192_devices_is_not_slower_than_that_of_another_planner():
     nodes = [
@@ -278,9 +353,9 @@ def test_the_last_word_of_tangrams_compositions_may_be_bounded():
     whole = plan_tangram(costs, goal, 24).candidate
     some = plan_tangram(costs, goal, 24, effort_s=0.0).candidate
     assert whole.value <= some.value < np.inf
-    given = GivenLayers.of(costs, goal, whole.placed)
-    assert given.least_value <= whole.value
-    assert given.judged(costs, goal).value == whole.value
+    layers = GivenLayers.of(costs, goal, whole.placed)
+    assert layers.least_value <= whole.value
+    assert layers.judged(costs, goal).value == whole.value
 
 
 def test_an_interrupt_while_other_planners_search_still_ends_with_a_plan(monkeypatch):
