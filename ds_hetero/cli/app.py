@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,7 @@ import click
 
 from ds_hetero import __version__
 from ds_hetero.common.text import nearest
+from ds_hetero.errors import HeteroError
 
 _ROOMS = {
     "planning": {
@@ -107,3 +109,16 @@ def _shortening() -> Iterator[None]:
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def app() -> None:
     """Train long sequences on GPUs that are not alike, inside DeepSpeed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code; ``arguments`` are without the program's name."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0].startswith("--local_rank"):  # DeepSpeed's launcher tells everybody
+        del arguments[0]
+    try:
+        app(args=arguments, prog_name="ds-hetero")
+    except HeteroError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0

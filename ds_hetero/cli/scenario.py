@@ -13,9 +13,9 @@ import click
 
 from ds_hetero.cli.options import FILE, TOKENS
 from ds_hetero.cli.printing import check_out
-from ds_hetero.cluster.catalogue import with_kernel
+from ds_hetero.cluster.catalogue import device_remarks, with_kernel
 from ds_hetero.cluster.files import load_cluster
-from ds_hetero.cluster.notation import device_remarks, read_notation, read_prices, with_host_memory, with_prices
+from ds_hetero.cluster.notation import read_notation, read_prices, with_host_memory, with_prices
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict, is_file, is_pipe, read_file, shortened
 from ds_hetero.cost import CalibratedCostModel, make_cost_model
@@ -228,7 +228,8 @@ def _read_clusters(
             raise click.UsageError("--network, --nics and --save-cluster belong to --gpus.")
         clusters = [load_cluster(name) for name in ((cluster,) if isinstance(cluster, str) else cluster or ())]
         _say(device_remarks([device for loaded in clusters for device in loaded.devices]))
-        clusters = [with_host_memory(each, host_memory) for each in clusters]
+        if host_memory is not None:
+            clusters = [with_host_memory(each, host_memory) for each in clusters]
         priced = (c if price is None else with_prices(c, read_prices(price, c)) for c in clusters)
         return tuple(priced)
     notation = read_notation(gpus, network, nics)

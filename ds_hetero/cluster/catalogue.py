@@ -18,7 +18,7 @@ A rate is the share of the card's peak that a kernel reaches on heads of 128 and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -354,6 +354,13 @@ def _entry(row: CardRow) -> CatalogueEntry:
 CATALOGUE: dict[str, CatalogueEntry] = {row.name: _entry(row) for row in ROWS}
 
 
+_NOT_RUN = {
+    "rocm": "ROCm has not been tried with this engine: its plans for {} are predictions only",
+    "hpu": "this engine does not run on {} (HPU): planning only",
+    "xpu": "this engine does not run on {} (XPU): planning only",
+}
+
+
 def with_kernel(cluster: Cluster, kernel: str | None) -> Cluster:
     """The cluster with an attention kernel's rates on known devices. Raises `ClusterError`: it does not run there."""
     if kernel is None:
@@ -376,3 +383,30 @@ def confidence(devices: Iterable[DeviceSpec]) -> str:
     none = [name for name in unknown if name not in FEW_MEASUREMENTS]
     text += f"; few measurements of this card: {', '.join(few)}" if few else ""
     return text + (f"; no measurement of this card: {', '.join(none)}" if none else "")
+
+
+def device_remarks(devices: Sequence[DeviceSpec]) -> tuple[str, ...]:
+    """Sentences about devices that this engine does not run on, or not in one job, without bf16, or with guesses."""
+    platforms: dict[str, list[str]] = {}
+    for device in devices:
+        if device.name in CATALOGUE:
+            names = platforms.setdefault(CATALOGUE[device.name].platform, [])
+            if device.name not in names:
+                names.append(device.name)
+    out = [_NOT_RUN[kind].format(", ".join(names)) for kind, names in platforms.items() if kind in _NOT_RUN]
+    known = {device.name: CATALOGUE[device.name] for device in devices if device.name in CATALOGUE}
+    out += [_without_bf16(entry, entry.bf16_flops_per_s) for entry in known.values() if entry.bf16_flops_per_s]
+    assumed = {device.name: device.source for device in devices if device.source.startswith(NO_DATASHEET)}
+    out += [f"the numbers of {name} are assumed: {source}" for name, source in assumed.items()]
+    if len(platforms) > 1:
+        kinds = " beside ".join(kind.upper() for kind in platforms)
+        out.append(f"{kinds} in one job is not supported: planning only")
+    return tuple(out)
+
+
+def _without_bf16(entry: CatalogueEntry, bf16_flops_per_s: float) -> str:
+    rates = f"{bf16_flops_per_s / TERA:g} of {entry.device.peak_flops_per_s / TERA:g} TFLOP/s at best"
+    return (
+        f"{entry.device.name} has no bf16, its figures are those of fp16: in bf16 it computes in fp32, at {rates}. "
+        "Train such a job in fp16"
+    )

@@ -25,14 +25,13 @@ from ds_hetero.cluster.catalogue import (
     NO_DATASHEET,
     NOMINAL_SHARE,
     THROUGH_HOST,
-    CatalogueEntry,
     pcie_bytes_per_s,
 )
 from ds_hetero.cluster.file_values import DEVICE_KEYS, number, whole_number
 from ds_hetero.cluster.names import Named, card_named
-from ds_hetero.cluster.topology import Cluster, DeviceSpec
+from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import MAX_RANKS, JsonDict, shortened
-from ds_hetero.common.text import GB, GIB, TERA, listed
+from ds_hetero.common.text import GB, GIB, listed
 from ds_hetero.errors import ClusterError
 
 NETWORK_LATENCY_US = 10.0
@@ -45,11 +44,6 @@ _COUNTED = (
 _SLOT = re.compile(r"(?:pcie\s*)?(?P<generation>[1-6])(?:\.0)?\s*x\s*(?P<lanes>\d{1,2})", re.IGNORECASE)
 _RATE = re.compile(r"(?P<value>[\d.]+)\s*(?P<unit>[a-z/]*)", re.IGNORECASE)
 _UNITS = {"": 1.0, "gb/s": 1.0, "gbyte/s": 1.0, "gbit/s": 1 / 8, "gbit": 1 / 8, "gbps": 1 / 8, "gbe": 1 / 8, "g": 1 / 8}
-_NOT_RUN = {
-    "rocm": "ROCm has not been tried with this engine: its plans for {} are predictions only",
-    "hpu": "this engine does not run on {} (HPU): planning only",
-    "xpu": "this engine does not run on {} (XPU): planning only",
-}
 
 
 class Notation(NamedTuple):
@@ -121,33 +115,6 @@ def network_gb_per_s(where: str, text: str) -> float:
             f"{shortened(text)}."
         )
     return number(where, value * unit)
-
-
-def device_remarks(devices: Sequence[DeviceSpec]) -> tuple[str, ...]:
-    """Sentences about devices that this engine does not run on, or not in one job, without bf16, or with guesses."""
-    platforms: dict[str, list[str]] = {}
-    for device in devices:
-        if device.name in CATALOGUE:
-            names = platforms.setdefault(CATALOGUE[device.name].platform, [])
-            if device.name not in names:
-                names.append(device.name)
-    out = [_NOT_RUN[kind].format(", ".join(names)) for kind, names in platforms.items() if kind in _NOT_RUN]
-    known = {device.name: CATALOGUE[device.name] for device in devices if device.name in CATALOGUE}
-    out += [_without_bf16(entry, entry.bf16_flops_per_s) for entry in known.values() if entry.bf16_flops_per_s]
-    assumed = {device.name: device.source for device in devices if device.source.startswith(NO_DATASHEET)}
-    out += [f"the numbers of {name} are assumed: {source}" for name, source in assumed.items()]
-    if len(platforms) > 1:
-        kinds = " beside ".join(kind.upper() for kind in platforms)
-        out.append(f"{kinds} in one job is not supported: planning only")
-    return tuple(out)
-
-
-def _without_bf16(entry: CatalogueEntry, bf16_flops_per_s: float) -> str:
-    rates = f"{bf16_flops_per_s / TERA:g} of {entry.device.peak_flops_per_s / TERA:g} TFLOP/s at best"
-    return (
-        f"{entry.device.name} has no bf16, its figures are those of fp16: in bf16 it computes in fp32, at {rates}. "
-        "Train such a job in fp16"
-    )
 
 
 def _node(index: int, text: str) -> list[_Cards]:
@@ -268,9 +235,7 @@ def with_prices(cluster: Cluster, prices: dict[str, float]) -> Cluster:
     )
 
 
-def with_host_memory(cluster: Cluster, gib: float | None) -> Cluster:
+def with_host_memory(cluster: Cluster, gib: float) -> Cluster:
     """Return the cluster with so much memory in every machine, for offloads. Raises `ClusterError`: not above zero."""
-    if gib is None:
-        return cluster
     has = number("--host-memory", gib) * GIB
     return replace(cluster, nodes=tuple(replace(node, host_memory_bytes=has) for node in cluster.nodes))

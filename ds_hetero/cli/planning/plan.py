@@ -59,8 +59,8 @@ class _Answer(NamedTuple):
     """Result of a search."""
 
     plan: JsonObject  # content of the plan's file
-    scenario: JsonObject  # what the plan was made for
-    data: JsonObject  # for machines
+    scenario: Scenario  # what the plan was made for
+    data: Callable[[], JsonObject]  # for machines
     show: Callable[[], None]  # prints it for people
 
 
@@ -113,9 +113,9 @@ def plan(
     else:
         answer = _schedule(scenario, layout, token_unit, planner, trained)
     if out is not None:
-        write_plan(out, answer.plan, answer.scenario)
+        write_plan(out, answer.plan, answer.scenario.to_dict())
     if as_json:
-        print_json(answer.data)
+        print_json(answer.data())
         return
     answer.show()
     print_written(out)
@@ -161,9 +161,10 @@ def _schedule(scenario: Scenario, layout: str | None, token_unit: int, planner: 
 def _answer(
     scenario: Scenario, planned: Planned, plan_file: JsonObject, show: Callable[[], None], **further: Any
 ) -> _Answer:
-    described = scenario.to_dict()
-    data = {**planned.to_dict(), **further, "assumed": assumptions(scenario), SCENARIO: described}
-    return _Answer(plan_file, described, data, show)
+    def data() -> JsonObject:
+        return {**planned.to_dict(), **further, "assumed": assumptions(scenario), SCENARIO: scenario.to_dict()}
+
+    return _Answer(plan_file, scenario, data, show)
 
 
 def _price(scenario: Scenario, planned: Planned) -> Price:
@@ -270,9 +271,8 @@ def _for_lengths(scenario: Scenario, source: str, seed: int) -> _Answer:
         "candidates": [candidate.to_dict() for candidate in planned.candidates],
         "lengths": {"distribution": distribution.name, "batches": planned.batches, "seed": seed},
     }
-    described = replace(scenario, lengths=tuple(batches[0])).to_dict()
     show = partial(_show_for_lengths, scenario, planned, distribution.name, tokens_per_s)
-    return _Answer(schedule, described, data, show)
+    return _Answer(schedule, replace(scenario, lengths=tuple(batches[0])), lambda: data, show)
 
 
 def _show_for_lengths(scenario: Scenario, planned: PlannedForLengths, distribution: str, tokens_per_s: float) -> None:
