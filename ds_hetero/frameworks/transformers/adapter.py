@@ -6,7 +6,7 @@ from torch import nn
 
 from ds_hetero.engine.adapters import SplitModel, StagedModel
 from ds_hetero.engine.registry import Registry
-from ds_hetero.frameworks.transformers import attention, elastic, trainer
+from ds_hetero.frameworks.transformers import attention, trainer
 from ds_hetero.frameworks.transformers.attention import keep_attention_function as keep_attention_function
 from ds_hetero.frameworks.transformers.model import entrance
 from ds_hetero.frameworks.transformers.model.facts import describe_model as describe_model
@@ -32,7 +32,6 @@ def install(registry: Registry) -> None:
     attention.install(registry.patches)
     entrance.install(registry.patches)
     trainer.install(registry)
-    elastic.install(registry)
 
 
 def split_model(model: nn.Module, replica: Replica, kernel: str | None) -> SplitModel:

@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers.trainer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ds_hetero.elastic.restart import Found, Kept, find_newest
 from ds_hetero.elastic.worker import own_worker
 from ds_hetero.engine.adapters import ElasticState
-from ds_hetero.engine.patching import Function, around
+from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import CheckpointError
 from ds_hetero.runtime.data.epochs import drawing_from
@@ -36,14 +35,6 @@ _trainings: dict[str, _Training] = {}  # that are under way, by the folder of ea
 _STATE, _SCHEDULER = "trainer_state.json", "scheduler.pt"
 _OBJECT = "trainer"
 _RUNNING = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
-
-
-def install(registry: Registry) -> None:
-    """Let trainings of elastic jobs go on from memory."""
-    replace = registry.patches.replace
-    replace(Trainer, "train", around(_train, registry))
-    replace(Trainer, "_maybe_log_save_evaluate", around(_save_after))
-    replace(transformers.trainer, "deepspeed_load_checkpoint", around(_load_from_memory))
 
 
 class _Training:
@@ -145,7 +136,7 @@ class _Beginning(TrainerCallback):  # type: ignore[misc]
         self._training.begin()
 
 
-def _train(
+def train_from_memory(
     registry: Registry,
     stock: Function,
     trainer: Trainer,
@@ -153,6 +144,7 @@ def _train(
     *args: object,
     **kwargs: object,
 ) -> object:
+    """Around `Trainer.train`: begin where the newest save in memory is."""
     worker = own_worker()
     if worker is None or not registry.adapters.processes.asks_for_engine(trainer.accelerator):
         return stock(trainer, resume_from_checkpoint, *args, **kwargs)
@@ -168,14 +160,16 @@ def _train(
             del _trainings[folder]
 
 
-def _save_after(stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> None:
+def save_after(stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> None:
+    """Around `Trainer._maybe_log_save_evaluate`: save in memory what the step has become."""
     stock(trainer, *args, **kwargs)
     for training in _trainings.values():
         if training.is_of(trainer):
             training.end_step()
 
 
-def _load_from_memory(stock: Function, engine: Any, checkpoint_path: str, *args: object, **kwargs: object) -> None:
+def load_from_memory(stock: Function, engine: Any, checkpoint_path: str, *args: object, **kwargs: object) -> None:
+    """Around what loads DeepSpeed's checkpoint: read the one in memory where the folder stands for it."""
     training = _trainings.get(str(checkpoint_path))
     if training is None:
         stock(engine, checkpoint_path, *args, **kwargs)

@@ -30,6 +30,7 @@ from ds_hetero.engine.loader import stands_for_none
 from ds_hetero.engine.patching import Function, around
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import BatchError, CheckpointError, ConfigError, HeteroError, PeerError, VersionError
+from ds_hetero.frameworks.transformers.elastic import load_from_memory, save_after, train_from_memory
 from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
 from ds_hetero.frameworks.transformers.unlike_batches import (
     Filler,
@@ -173,7 +174,7 @@ def expect_labels(trainer: Trainer, batch: Batch) -> None:
 
 
 def install(registry: Registry) -> None:
-    """Replace the methods that count batches, samples and tokens, and the loss."""
+    """Replace the methods that count batches, samples and tokens, the loss, and where an elastic job goes on."""
     replace = registry.patches.replace
     replace(Trainer, "__init__", around(_note_constructed, registry))
     replace(Trainer, "_inner_training_loop", around(_accumulate_micro_steps, registry))
@@ -190,6 +191,9 @@ def install(registry: Registry) -> None:
     for name in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
         replace(Trainer, name, around(_fail_together, registry))
     replace(Trainer, "_save_checkpoint", around(_mark_unfinished, registry))
+    replace(Trainer, "train", around(train_from_memory, registry))
+    replace(Trainer, "_maybe_log_save_evaluate", around(save_after))
+    replace(transformers.trainer, "deepspeed_load_checkpoint", around(load_from_memory))
 
 
 def _note_constructed(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> None:
