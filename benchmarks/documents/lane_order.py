@@ -1,6 +1,6 @@
 r"""Ways to run lanes and messages of attention: the backward's order, the overlap of messages, and their posting.
 
-    python -m benchmarks.documents lane_order --link 1     # about four minutes
+    python -m benchmarks.documents lane_order --link 1     # about eight minutes
 
 One attention layer, forward and backward, four ranks in two nodes, 4:3:2:1, by turns in the same processes.
 

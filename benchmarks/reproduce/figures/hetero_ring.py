@@ -31,8 +31,8 @@ ONE_LAYER = ModelSpec(
 )
 DECIDES = (
     "the calibrated cost model of an L40, slowed down evenly; a kernel that MPS throttles need not follow its share of "
-    "the SMs. Emulated ranks of a CPU are measured by `python -m benchmarks.lab ring`, at 10 and 50 % and 16K tokens "
-    "of one head so far ([measured](measured.md#unequal-ranks))."
+    "the SMs. Emulated ranks of a CPU are measured by `python -m benchmarks.lab ring`, at 10 to 90 % and 4K to 16K "
+    "tokens of one head ([measured](measured.md#unequal-ranks))."
 )
 
 
