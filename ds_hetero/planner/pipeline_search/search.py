@@ -84,7 +84,7 @@ Progress = Callable[[PlanCandidate, float], None]
 FEW_RANKS = 8  # devices up to which a wide search is cheap
 KEPT = 8  # starts that are refined
 START_BLOCK_S = 4e-7  # what it takes to make a start, per block
-DEGREES_S = 1e-4  # what choosing the sizes of blocks of one makeup of pipelines takes
+DEGREES_S = 4e-4  # what choosing the sizes of blocks of one makeup of pipelines takes
 STARTS_SHARE = 0.25  # of the effort
 STARTS_SHARE_OF_MANY = 0.6  # with more devices than `MANY_RANKS`, where moves of single blocks gain little
 MANY_RANKS = 128
@@ -94,6 +94,7 @@ KICK_TRIES = 10  # neighbours that are looked at for one of them
 KICK_LOSS = 1.5  # value that a random move may lead to, in that of the best plan
 LAST_WORD = 8
 LAST_WORD_SHARE = 0.1  # of the effort, on top of it
+MOST_LAST_WORD = 2.0  # times that share, where single pipelines have thousands of micro-batches' actions
 LEAST_GAIN = 1e-9
 JOINS = 6  # stages of unlike devices that share sequences which are tried
 JOIN_S = 0.05  # what finding the schedule of one takes
@@ -190,10 +191,16 @@ class Search:
     # --- parts of it
 
     def _ranked(self) -> list[PlanCandidate]:
-        """The best plans of different shapes by the last word."""
+        """The best plans of different shapes by the last word, as many as it takes no more than its effort for."""
         finalists = sorted(self._close.values(), key=lambda plan: plan.value)[: self._last_word]
-        effort_s = LAST_WORD_SHARE * self._effort_s / len(finalists)
-        return sorted((refine_plan(self._evaluate, plan, effort_s) for plan in finalists), key=lambda plan: plan.value)
+        effort_s = LAST_WORD_SHARE * self._effort_s
+        stop_s = self._evaluate.spent_s + MOST_LAST_WORD * effort_s
+        ranked = []
+        for plan in finalists:
+            ranked.append(refine_plan(self._evaluate, plan, effort_s / len(finalists)))
+            if self._evaluate.spent_s > stop_s:
+                break
+        return sorted(ranked, key=lambda plan: plan.value)
 
     def _starts(self, warm: Iterable[Shapes]) -> list[PlanCandidate]:
         """The best few starts, each of another time or number of pipelines."""
