@@ -1,12 +1,13 @@
 r"""A document over two nodes of two ranks: one ring over all ranks, against from node to node and round inside them.
 
     python -m benchmarks.documents routes --link 0.5       # about two minutes
-    python -m benchmarks.documents routes --link 0.2 --interfaces 1 2 --messages --rounds 9 --budget 20
+    python -m benchmarks.documents routes --link 0.1 --interfaces 1 2 --messages [--proxies]
 
 One attention layer, forward and backward, by turns in the same processes. With one interface the ranks of a node share
 its link, so that what is measured is the gain of fewer bytes between nodes and of longer hiding. With two each rank has
 one, and what leaves by each is counted. With ``--messages`` nothing is computed, as on devices whose attention takes no
-time: what is left is this engine's messages of one long sequence, and how fast the interfaces carry them.
+time: what is left is this engine's messages of one long sequence, and how fast the interfaces carry them. With
+``--proxies`` one rank of every node holds the document, and the other one passes on a part of its blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ds_hetero.values.plans import Plan
 from ds_hetero.values.splits import share
 
 NODES = (0, 0, 1, 1)
-ONE_RING, BY_NODES = "one ring over all ranks", "from node to node"
+ONE_RING, BY_NODES = "one ring over all ranks with tokens", "from node to node"
 CORES = 0.85  # of all ranks together: more, and ranks compete with their communication threads
 
 
@@ -62,18 +63,21 @@ class _Nothing(TorchKernel):
         return zero.expand(saved.q.shape), zero.expand(saved.k.shape), zero.expand(saved.v.shape)
 
 
-def measure(lab: RankLab, tokens: int, rounds: int, budget_s: float, computes: bool) -> dict[str, Any]:
+def measure(lab: RankLab, tokens: int, rounds: int, budget_s: float, computes: bool, proxies: bool) -> dict[str, Any]:
     """Both ways by turns, on one rank; equal on all but for the seconds and what left by its node's interfaces."""
     shape, schedule = Shape(), ring(len(NODES), Shape.num_heads, Shape.num_kv_heads)
     replica = make_replica(Plan.of_replicas([schedule]))
     kernel = kernels.select(torch.device("cpu"), torch.float32, shape.head_dim, None, None) if computes else _Nothing()
     spec = AttentionSpec(kernel)
-    held = share(tokens, [1] * len(NODES))
-    lane = Lane(members=tuple(range(len(NODES))), spans=((0, tokens),), tokens=(held,), layout="zigzag")
+    held = share(tokens, [1, 0, 1, 0] if proxies else [1] * len(NODES))
+    whole = Lane(members=tuple(range(len(NODES))), spans=((0, tokens),), tokens=(held,), layout="zigzag")
+    holding = tuple(rank for rank in whole.members if held[rank])
+    lane = replace(whole, members=holding, tokens=(tuple(held[rank] for rank in holding),))
     plain = Placement(
         schedule=schedule, length=tokens, rank_tokens=held, lanes=(lane,), rows=(Rows(0, 1, ((0, tokens),)),)
     )
-    placements = {ONE_RING: plain, BY_NODES: replace(plain, lanes=(replace(lane, nodes=NODES),))}
+    by_nodes = replace(whole, nodes=NODES, proxies=proxies)
+    placements = {ONE_RING: plain, BY_NODES: replace(plain, lanes=(by_nodes,))}
     actions: dict[str, Callable[[], object]] = {}
     wire = {}
     for name, placement in placements.items():
@@ -125,6 +129,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--link", type=float, default=0.5, help="Gbit/s of each interface; 0: loopback")
     parser.add_argument("--interfaces", type=int, nargs="+", default=[1], help="of every node, one after the other")
     parser.add_argument("--messages", action="store_true", help="compute nothing")
+    parser.add_argument("--proxies", action="store_true", help="one rank of every node holds nothing and passes on")
     parser.add_argument("--tokens", type=int, default=8192, help="of the document")
     parser.add_argument("--rounds", type=int, default=20, help="turns of both at most")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for all turns")
@@ -153,7 +158,7 @@ def _run(options: argparse.Namespace, interfaces: int) -> dict[str, Any]:
         progress(Console(stderr=True)) as report,
         emulate(EmulatedCluster(nodes=nodes, fastest_cores=1.0 if options.messages else CORES / 2)) as emulated,
     ):
-        arguments = (options.tokens, options.rounds, options.budget, not options.messages)
+        arguments = (options.tokens, options.rounds, options.budget, not options.messages, options.proxies)
         result = emulated.run(measure, *arguments, on_report=report)[0]
     paired = [a / b for a, b in zip(result["seconds"][ONE_RING], result["seconds"][BY_NODES], strict=True)]
     medians = {name: median(seconds) for name, seconds in result["seconds"].items()}
