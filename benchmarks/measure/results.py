@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.ranks import Report
 
+WIDTH = 320  # of what is written in a line
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -33,6 +34,20 @@ def progress(console: Console) -> Iterator[Report]:
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """Write ``result`` as JSON into a folder that is made if need be."""
+    """Write ``result`` as JSON into a folder that is made if need be, what is short in a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(_text(result) + "\n")
+
+
+def _text(value: Any, indent: str = "\n ") -> str:
+    line = json.dumps(value)
+    if not isinstance(value, (dict, list)) or len(line) <= WIDTH:
+        return line
+    if isinstance(value, dict):
+        return (
+            "{"
+            + ",".join(f"{indent}{json.dumps(str(key))}: {_text(value[key], indent + ' ')}" for key in value)
+            + indent[:-1]
+            + "}"
+        )
+    return "[" + ",".join(indent + _text(each, indent + " ") for each in value) + indent[:-1] + "]"
