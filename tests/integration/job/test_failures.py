@@ -110,7 +110,14 @@ def _expect_named(ends: list[Ending], error: str, text: str, unless: int | None)
         assert last.startswith(f"ds_hetero.errors.{error}: {text}"), last
 
 
-@pytest.mark.parametrize("pair", ["all_reduce all_gather", "barrier broadcast", "subgroup barrier"])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        "all_reduce all_gather",
+        pytest.param("barrier broadcast", marks=pytest.mark.slow),
+        pytest.param("subgroup barrier", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_in_collectives_of_the_script_that_never_meet_are_told_which_ones(pair: str) -> None:
     ends = run_to_the_end(_meet_never, 2, pair)
     first, second = pair.replace("subgroup", "all_reduce").split()
