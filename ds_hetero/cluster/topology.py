@@ -209,6 +209,13 @@ class Cluster:
         return frozenset(np.diagonal(self.link_class).tolist())
 
     @cached_property
+    def link_class_alike(self) -> tuple[int, ...]:
+        """For every class of links the first one that differs from it in its name alone, both inside nodes or not."""
+        first: dict[tuple[bool, Link], int] = {}
+        nameless = ((i in self.link_classes_inside, replace(link, name="")) for i, link in enumerate(self.link_classes))
+        return tuple(first.setdefault(key, i) for i, key in enumerate(nameless))
+
+    @cached_property
     def node_latency_s(self) -> Floats:
         """Latency for every pair of nodes, ``[nodes, nodes]``."""
         return np.array([link.latency_s for link in self.link_classes])[self.link_class]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -68,19 +68,19 @@ class Pools:
     """The devices of a cluster: kinds in order of first use, pools by node and then by its kinds' first rank."""
 
     def __init__(self, cluster: Cluster) -> None:
-        numbers: dict[DeviceKind, int] = {}  # of kinds whose links are nameless: a name says where a link is
-        kinds: list[DeviceKind] = []
+        alike = cluster.link_class_alike
+        inside = [alike[i] for i in np.diagonal(cluster.link_class)]
+        kinds: dict[tuple[object, ...], tuple[int, DeviceKind]] = {}
         pools: dict[tuple[int, int], list[int]] = {}
         for rank, device in enumerate(cluster.devices):
             index = int(cluster.node_of_rank[rank])
             node = cluster.nodes[index]
-            kind = DeviceKind(device, node.link, node.nic_bytes_per_s, node.switch_bytes_per_s)
-            number = numbers.setdefault(replace(kind, link=replace(kind.link, name="")), len(kinds))
-            if number == len(kinds):
-                kinds.append(kind)
+            shared = node.nic_bytes_per_s, node.switch_bytes_per_s
+            new = len(kinds), DeviceKind(device, node.link, *shared)
+            number, _ = kinds.setdefault((device, inside[index], *shared), new)
             pools.setdefault((index, number), []).append(rank)
         self.cluster = cluster
-        self.kinds = tuple(kinds)
+        self.kinds = tuple(kind for _, kind in kinds.values())
         self.pools = tuple(Pool(kind, node, tuple(ranks)) for (node, kind), ranks in pools.items())
 
     @cached_property

@@ -11,7 +11,7 @@ Dimension key: C candidates, S stages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -60,9 +60,6 @@ class LayerCuts:
     def __init__(self, costs: StageCosts) -> None:
         self.costs = costs
         self.num_solved = 0
-        inside = costs.cluster.link_classes_inside
-        nameless = [(i in inside, replace(link, name="")) for i, link in enumerate(costs.cluster.link_classes)]
-        self._first_alike = [nameless.index(link) for link in nameless]  # of the classes of links
         self._by_blocks: dict[tuple[tuple[DeviceBlock, ...], int, int], tuple[LayerCut, ...]] = {}
         self._by_kinds: dict[tuple[object, ...], tuple[LayerCut, ...]] = {}
 
@@ -101,7 +98,7 @@ class LayerCuts:
         if min(room) < 1 or sum(room) < num_layers:
             return ()
         kinds = tuple((block.kind, block.size, block.inner, block.others) for block in blocks)
-        key = kinds, tuple(self._first_alike[link] for link in links), micro_batch_size, room
+        key = kinds, tuple(costs.cluster.link_class_alike[link] for link in links), micro_batch_size, room
         if key not in self._by_kinds:
             self.num_solved += 1
             law = _Law(costs, options, hops_s(costs, blocks, links, micro_batch_size))

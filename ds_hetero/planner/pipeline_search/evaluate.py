@@ -30,6 +30,9 @@ class Shape(NamedTuple):
     micro_batch_size: int  # samples of a micro-batch
 
 
+Shapes = tuple[Shape, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class PlanCandidate:
     """A plan as the search sees it."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from ds_hetero.cost.stages.stage import DeviceBlock, PoolPart, Pools, StageCosts
 from ds_hetero.planner.pipeline_search.blocks import MAX_SIZE, block_of, idle_devices
-from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate, Shape
+from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate, Shape, Shapes
 
 PASSES = 3  # forward, and twice as much in the backward
 ELEMENT_BYTES = 2
@@ -82,7 +82,6 @@ def mixed_nodes(costs: StageCosts) -> Iterator[list[tuple[DeviceBlock, ...]]]:
 ALL_PIPELINES = 12  # up to so many pipelines, all are changed in turn; of more, a sample
 PARTNERS = 6  # pipelines that one exchanges blocks with
 
-Shapes = tuple[Shape, ...]
 Blocks = tuple[DeviceBlock, ...]
 
 

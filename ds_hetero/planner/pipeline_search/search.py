@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_hetero.planner.pipeline_search.cuts import LayerCut, make_cut
-from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate, Shape
-from ds_hetero.planner.pipeline_search.moves import Shapes, joins, mixed_nodes, neighbouring_plans
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate, Shape, Shapes
+from ds_hetero.planner.pipeline_search.moves import joins, mixed_nodes, neighbouring_plans
 from ds_hetero.planner.pipeline_search.starts import first_plans, own_degrees, uniform_grids
 
 GIVERS = 3  # busiest stages that give a layer away

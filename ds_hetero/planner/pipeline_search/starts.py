@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cache, partial
 from math import inf
@@ -23,7 +23,7 @@ from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, PlacedPipeline, Pool, Pools, StageCosts
 from ds_hetero.planner.pipeline_search.blocks import block_of, cut_pool, sizes_up_to
 from ds_hetero.planner.pipeline_search.cuts import TOLERANCE, LayerCut, make_cut
-from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate, Shape, judge
+from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate, Shape, Shapes, judge
 
 MAX_SIZES = 256  # combinations of block sizes by kind
 ALL_COUNTS = 16  # pipelines up to which every number is tried; powers of two above
@@ -33,7 +33,6 @@ FEW_DEVICES = 64  # up to which blocks are dealt out one by one
 MAX_GROUPS = 8  # of nodes, of which each has its own lanes
 
 Pipelines = list[tuple[DeviceBlock, ...]]
-Shapes = tuple[Shape, ...]
 
 
 def first_plans(pools: Pools, inner: str = "tensor") -> Iterator[Pipelines]:
@@ -50,15 +49,13 @@ def first_plans(pools: Pools, inner: str = "tensor") -> Iterator[Pipelines]:
 
 def _over(pools: Pools, used: Sequence[Pool], inner: str) -> Iterator[Pipelines]:
     """Groups and lanes of some pools."""
-    speed = {pool: pools.kinds[pool.kind].device.peak_flops_per_s * len(pool.ranks) for pool in used}
+    speed = _speeds(pools, used)
     balanced = cache(lambda count: _balanced(speed, count))
     blocks = cache(lambda pool, devices, size: tuple(cut_pool(pool, devices, size, inner)))
     lanes_of = _lanes_of(used)
     for sizes in _sizes_by_kind(pools, {pool.kind for pool in used}):
         for count in _counts(len(used)):
-            for lanes in lanes_of:
-                if count > MAX_GROUPS and lanes > 1:
-                    continue
+            for lanes in lanes_of if count <= MAX_GROUPS else LANES[:1]:
                 pipelines = [
                     tuple(
                         block
@@ -102,18 +99,18 @@ def own_degrees(costs: StageCosts, samples: int, size: int, inner: str = "tensor
     def speed(parts: Sequence[_Part]) -> float:
         return sum(kinds[part.pool.kind].device.peak_flops_per_s * part.devices for part in parts)
 
-    for groups, key in itertools.product(_divisions(costs.pools), (slow_first, room_first, as_they_are)):
-        whole = sum(map(speed, groups))
+    for (lanes, groups), key in itertools.product(_divisions(costs.pools), (slow_first, room_first, as_they_are)):
+        pipelines, whole = lanes * len(groups), lanes * sum(map(speed, groups))
         made: list[Shape] = []
-        for group in groups if samples >= size * len(groups) else ():
+        for group in groups if samples >= size * pipelines else ():
             micro_batches = max(1, round(samples / size * speed(group) / whole))
             parts = sorted(group, key=key)
-            chosen = degrees(parts, size, len(groups), micro_batches)
+            chosen = degrees(parts, size, pipelines, micro_batches)
             if chosen is None:
                 break
             blocks = (cut_pool(pool, number, chosen[pool.kind], inner) for pool, number in parts)
-            made.append(Shape(tuple(itertools.chain.from_iterable(blocks)), size))
-        if len(made) == len(groups):
+            made += [Shape(tuple(itertools.chain.from_iterable(blocks)), size)] * lanes
+        if len(made) == pipelines:
             yield tuple(made)
 
 
@@ -124,16 +121,17 @@ class _Part(NamedTuple):
     devices: int  # of it
 
 
-def _divisions(pools: Pools) -> Iterator[list[list[_Part]]]:
-    """All devices in groups, few first: every kind dealt out; whole pools, balanced or of like speed; their lanes."""
-    speed = {pool: pools.kinds[pool.kind].device.peak_flops_per_s * len(pool.ranks) for pool in pools.pools}
-    lanes_of = _lanes_of(pools.pools)
+def _divisions(pools: Pools) -> Iterator[tuple[int, list[list[_Part]]]]:
+    """All devices in groups, few first: every kind dealt out; whole pools, balanced or of like speed, and in lanes.
+
+    With the lanes of every group come the devices of one of them.
+    """
+    speed, lanes_of = _speeds(pools, pools.pools), _lanes_of(pools.pools)
     for count in _counts(len(speed)):
-        yield _dealt_out(pools, count)
+        yield 1, _dealt_out(pools, count)
         for groups in (_balanced(speed, count), _by_speed(speed, count)) if count > 1 else ():
-            for lanes in lanes_of if count <= MAX_GROUPS else (1,):
-                group_parts = [[_Part(pool, len(pool.ranks) // lanes) for pool in group] for group in groups]
-                yield [parts for parts in group_parts for _ in range(lanes)]
+            for lanes in lanes_of if count <= MAX_GROUPS else LANES[:1]:
+                yield lanes, [[_Part(pool, len(pool.ranks) // lanes) for pool in group] for group in groups]
 
 
 def _dealt_out(pools: Pools, count: int) -> list[list[_Part]]:
@@ -228,6 +226,11 @@ def _by_speed(speed: Mapping[Pool, float], count: int) -> list[list[Pool]]:
         groups[min(count - 1, int((before + speed[pool] / 2) * share))].append(pool)
         before += speed[pool]
     return [group for group in groups if group]
+
+
+def _speeds(pools: Pools, used: Iterable[Pool]) -> dict[Pool, float]:
+    """Peaks of all devices of every pool, FLOP/s."""
+    return {pool: pools.kinds[pool.kind].device.peak_flops_per_s * len(pool.ranks) for pool in used}
 
 
 def _lanes_of(pools: Sequence[Pool]) -> list[int]:

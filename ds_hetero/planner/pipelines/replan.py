@@ -22,9 +22,8 @@ from ds_hetero.cost.stages.stage import DeviceBlock, Pools, StageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipeline_search.blocks import cut_pool
 from ds_hetero.planner.pipeline_search.cuts import LayerCuts
-from ds_hetero.planner.pipeline_search.evaluate import Evaluator, Shape, value_of
+from ds_hetero.planner.pipeline_search.evaluate import Evaluator, Shape, Shapes, value_of
 from ds_hetero.planner.pipeline_search.finish import Finished, finish, to_plan
-from ds_hetero.planner.pipeline_search.moves import Shapes
 from ds_hetero.planner.pipeline_search.search import Progress, Search, SearchResult
 from ds_hetero.planner.pipelines.explain import nothing_fits
 from ds_hetero.planner.pipelines.given import check_given_plan

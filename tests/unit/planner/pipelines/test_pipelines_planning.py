@@ -263,19 +263,14 @@ def test_what_cannot_be_planned_says_why(change, message):
         plan_pipelines(**arguments)
 
 
-def named_apart(names):
-    nodes = [{"name": name, "device": "RTX-4090", "count": 4} for name in names]
-    return cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": 0.75, "latency_us": 10}})
+def over_slow_network(*nodes):
+    entries = [dict(zip(("name", "device", "count", "repeat"), node, strict=True)) for node in nodes]
+    return cluster_from_dict({"nodes": entries, "network": {"bandwidth_gb_per_s": 0.75, "latency_us": 10}})
 
 
 def test_nodes_that_differ_in_their_names_alone_are_of_one_kind():
-    apart = named_apart(("a", "b", "c", "d"))
-    together = cluster_from_dict(
-        {
-            "nodes": [{"name": "a", "device": "RTX-4090", "count": 4, "repeat": 4}],
-            "network": {"bandwidth_gb_per_s": 0.75, "latency_us": 10},
-        }
-    )
+    apart = over_slow_network(*((name, "RTX-4090", 4, 1) for name in "abcd"))
+    together = over_slow_network(("a", "RTX-4090", 4, 4))
     costs = [CalibratedStageCosts(cluster, MODEL, WORK) for cluster in (apart, together)]
     assert [len(each.pools.kinds) for each in costs] == [1, 1]
     hops = [
@@ -291,9 +286,7 @@ def test_nodes_that_differ_in_their_names_alone_are_of_one_kind():
 
 @pytest.mark.parametrize("devices", [(), (("RTX-3090", 4, 3), ("A800-SXM-80GB", 8, 2))])
 def test_pipelines_with_degrees_of_their_own_use_every_device_once(devices):
-    nodes = [{"name": "fast", "device": "RTX-4090", "count": 8, "repeat": 3}]
-    nodes += [{"name": name, "device": name, "count": count, "repeat": repeat} for name, count, repeat in devices]
-    cluster = cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": 0.75, "latency_us": 10}})
+    cluster = over_slow_network(("fast", "RTX-4090", 8, 3), *((name, name, *rest) for name, *rest in devices))
     costs = CalibratedStageCosts(cluster, MODEL, WORK)
     found = list(own_degrees(costs, 64, 1))
     assert {len(shapes) for shapes in found} >= {1, 2, 3, 4}
