@@ -129,8 +129,8 @@ class SplitModel(Protocol):
     def tile(self, tokens: int) -> None:
         """Compute MLPs and losses of shards in tiles of so many tokens."""
 
-    def verify(self, when: str) -> None:
-        """Set when `checks` look: ``"first_batch"``, ``"always"`` or ``"off"``."""
+    def verify(self, when: int | str) -> None:
+        """Set when `checks` look, see `ds_hetero.values.section.ChecksSection.compare_every`."""
 
     def declare_loss(self, convention: str | None) -> None:
         """Set `loss_convention`."""

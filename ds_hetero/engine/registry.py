@@ -228,7 +228,7 @@ class Registry:
             self._prepared.add(known)
         known.start, known.prediction_check = start, PredictionCheck(start.forecasts)
         known.model.declare_loss(start.section.loss)
-        known.model.verify(start.section.verify)
+        known.model.verify(start.section.compare_every)
         if isinstance(known.model, WholeModel):
             known.model.expect_section(start.section)
         elif start.section.tile_tokens is not None:

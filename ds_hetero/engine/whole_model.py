@@ -87,7 +87,7 @@ class WholeModel:
     def record_batches(self, observers: Sequence[Callable[..., None]]) -> None:
         """Batches are not known here."""
 
-    def verify(self, when: str) -> None:
+    def verify(self, when: int | str) -> None:
         """Nothing is split, so there is nothing to compare."""
 
     def declare_loss(self, convention: str | None) -> None:

@@ -27,7 +27,7 @@ from ds_hetero.runtime.peers.watch import current_phase, start_watch, waiting_fo
 
 T = TypeVar("T")
 
-_WIDTH = 16  # integers in every all_gather of this module, so that ranks in different phases find out
+_WIDTH = 64  # integers in every all_gather of this module, so that ranks in different phases find out; 512 bytes
 _LONGEST_PHASE = 128  # bytes of its description
 
 
@@ -49,12 +49,12 @@ def all_gather_bytes(
     """Give every rank the integers and the bytes of every rank, by rank of ``group``.
 
     Args:
-        numbers: at most 14, as many on every rank.
+        numbers: at most 62, as many on every rank.
         group: the ranks that take part; None for the whole job.
 
     Caller: every rank of ``group``, in the same phase of the job (`waiting_for_peers`).
-    Collectives: one all_gather of 16 integers; one more of the longest payload, if there is any. For the whole job they
-        run on a process group of their own (`messages_group`), where nothing else can meet them.
+    Collectives: one all_gather of 64 integers; one more of the longest payload, if one does not fit into them. For the
+        whole job they run on a process group of their own (`messages_group`), where nothing else can meet them.
 
     Raises:
         StepError: ranks are in different phases, such as the next batch and a checkpoint; on every rank.
@@ -63,12 +63,21 @@ def all_gather_bytes(
     group = messages_group() if group is None else group
     phase = current_phase()
     row = [crc32(phase.encode()), len(payload), *numbers]
+    room = (_WIDTH - len(row)) * 8  # bytes behind the numbers
+    has_room = len(payload) <= room
     with waiting_for_peers(phase):
-        rows = _gather(torch.tensor(row + [0] * (_WIDTH - len(row)), dtype=torch.int64), group).tolist()
+        rest = torch.frombuffer(bytearray((payload if has_room else b"").ljust(room, b"\0")), dtype=torch.int64)
+        table = _gather(torch.cat([torch.tensor(row, dtype=torch.int64), rest]), group)
+        rows = table[:, : len(row)].tolist()
         if len({code for code, *_ in rows}) > 1:
             _raise_different_phases(phase, group)
-        payloads = _gather_bytes(payload, [size for _, size, *_ in rows], group)
-    return [of_rank[2 : len(row)] for of_rank in rows], payloads
+        sizes = [size for _, size, *_ in rows]
+        if max(sizes) <= room:
+            texts = table[:, len(row) :].contiguous().view(torch.uint8).numpy()
+            payloads = [text[:size].tobytes() for text, size in zip(texts, sizes, strict=True)]
+        else:
+            payloads = _gather_bytes(payload, sizes, group)
+    return [of_rank[2:] for of_rank in rows], payloads
 
 
 _messages_group: tuple[ProcessGroup, ProcessGroup] | None = None  # the default group, and ours of the same ranks

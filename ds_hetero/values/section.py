@@ -109,6 +109,27 @@ class ElasticSection(BaseModel):
     notice_s: float = Field(default=25, gt=0, le=3600, allow_inf_nan=False)  # from SIGTERM to the node's end
 
 
+class ChecksSection(BaseModel):
+    """``"checks"``: how every step is checked, see docs/checks.md. ``"on"`` and ``"off"`` stand for an object.
+
+    Args:
+        compare_every: optimizer steps after which a short piece of a batch runs whole and sharded again; ``"by_cost"``
+            chooses as many as cost under 1 % of the steps' time, ``"first_batch"`` compares the first batch of every
+            kind alone, ``"always"`` every batch, ``"off"`` none.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    enabled: bool = True
+    compare_every: Annotated[int, Field(ge=1, le=MAX_STEPS)] | Literal["by_cost", "first_batch", "always", "off"] = (
+        "by_cost"
+    )
+
+
+def _as_checks(value: Any) -> Any:
+    return {"enabled": value == "on"} if value in ("on", "off") else value
+
+
 def _as_object(value: Any) -> Any:
     if isinstance(value, Mapping) and "planner" in value:
         return {"mode": "documents", **value}
@@ -138,7 +159,8 @@ class HeterogeneitySection(BaseModel):
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
     zero_within: Literal["node"] | list[Annotated[int, Field(ge=1, le=MAX_RANKS)]] | None = None
     replan: ReplanSection = ReplanSection()
-    verify: Literal["first_batch", "always", "off"] = "first_batch"
+    checks: Annotated[ChecksSection, BeforeValidator(_as_checks)] = ChecksSection()
+    verify: Literal["first_batch", "always", "off"] | None = None  # the name of "checks" before it; read on
     report: str | None = Field(default=None, min_length=1, max_length=4096)
     elastic: ElasticSection | None = None
 
@@ -146,6 +168,22 @@ class HeterogeneitySection(BaseModel):
     def changes_batches(self) -> bool:
         """Whether the batches of the ranks follow their speeds."""
         return self.batch == "by_speed" or (self.batch is not None and self.replan.enabled)
+
+    @property
+    def compare_every(self) -> int | str:
+        """When a piece of a batch is compared, see `ChecksSection`; by ``"verify"`` where that is still written."""
+        if not self.checks.enabled:
+            return "off"
+        return self.checks.compare_every if self.verify is None else self.verify
+
+    @model_validator(mode="after")
+    def _says_checks_once(self) -> HeterogeneitySection:
+        if self.verify is not None and "checks" in self.model_fields_set:
+            raise ValueError(
+                f'"verify" is "{self.verify}", but "checks" takes its place. Leave "verify" out: '
+                f'"checks": {{"compare_every": "{self.verify}"}} says the same'
+            )
+        return self
 
     @field_validator("zero_partition")
     @classmethod
@@ -219,7 +257,11 @@ _ACCEPTED = {
     "zero_partition": '"uniform", "memory", or a list of weights, one per rank',
     "replan": '{"enabled": true or false, "interval_steps": whole number >= 1, "min_gain": share >= 0 and < 1}, or '
     '{"report_only": true}',
-    "verify": '"first_batch" (check once that the split model computes what one process does), "always" or "off"',
+    "checks": '"on", "off", or an object with "enabled" and "compare_every"',
+    "checks.enabled": "true or false",
+    "checks.compare_every": f"a whole number >= 1 and <= {MAX_STEPS:,}, the steps between comparisons of a piece of "
+    'a batch, whole and sharded; "by_cost", "first_batch", "always" or "off"',
+    "verify": '"first_batch", "always" or "off"; "checks" takes its place',
     "placement.mode": '"stream" (cut by length) or "documents" (placed by the documents of each batch); left out, '
     "whichever is predicted to be faster",
     "placement.max_tokens": f"a whole number >= 1 and <= {MAX_SEQ_LEN:,}, the tokens of a batch row that one "
@@ -247,6 +289,7 @@ _OBJECTS: dict[str, type[BaseModel]] = {
     "placement": PlacementSection,
     "replan": ReplanSection,
     "elastic": ElasticSection,
+    "checks": ChecksSection,
 }
 _NEAR = 0.7  # similarity of a key with the section's name from which it is taken for a misspelling
 

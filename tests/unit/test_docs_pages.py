@@ -13,7 +13,13 @@ import pytest
 
 import ds_hetero
 from ds_hetero.cli.app import COMMANDS
-from ds_hetero.values.section import ElasticSection, HeterogeneitySection, PlacementSection, ReplanSection
+from ds_hetero.values.section import (
+    ChecksSection,
+    ElasticSection,
+    HeterogeneitySection,
+    PlacementSection,
+    ReplanSection,
+)
 from tests.decision_pages import PAGES as DECISION_PAGES
 from tests.markdown import PAGES
 from tests.support import ROOT
@@ -65,6 +71,7 @@ def test_every_key_of_the_section_is_documented_with_its_default():
         ("placement", PlacementSection),
         ("replan", ReplanSection),
         ("elastic", ElasticSection),
+        ("checks", ChecksSection),
     ):
         fields |= {f"{outer}.{name}": field for name, field in section.model_fields.items()}
     assert list(rows) == [

@@ -48,12 +48,14 @@ from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed import hooks as split
+from ds_hetero.frameworks.deepspeed.checks import checks_of_model
 from ds_hetero.frameworks.deepspeed.elastic import ElasticEngine
 from ds_hetero.frameworks.deepspeed.hooks import (
     SplitEngine,
     after,
     after_optimizer_step,
     before,
+    check_step,
     recording,
     refuse_batch_sizes,
     waiting,
@@ -89,6 +91,7 @@ from ds_hetero.job.start import World
 from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.pipeline.batches import SameBatches
+from ds_hetero.runtime.step_checks import StepChecks
 from ds_hetero.runtime.step_clock import IDLE, StepClock, running_clock
 from ds_hetero.values.section import SECTION, expect_section_name
 
@@ -180,6 +183,8 @@ class EngineInstaller(Installer):
             stage3=optimizers.stage3_checkpoints(engine),
             elastic=prepared.elastic,
         )
+        if prepared.start.section.checks.enabled:
+            hooked.checks = StepChecks(checks_of_model(hooked))
         return hooked, built
 
     @waiting_for_peers("building the engine")
@@ -387,6 +392,7 @@ HOOKS = (
     HookRow("step", before(expect_passes), PipelinedEngine),
     HookRow("step", before(LossScaling.expect_scaled), SplitEngine, "scaling"),
     HookRow("step", after(BackwardsOfStep.forget), SplitEngine, "backwards"),
+    HookRow("step", before(check_step)),
     HookRow("zero_grad", after(BackwardsOfStep.forget), SplitEngine, "backwards"),
     HookRow("destroy", before(StepMonitor.report), part="monitor"),
     HookRow("destroy", before(split.report_prediction), SplitEngine),

@@ -123,6 +123,12 @@ def take_times(hooked: HookedEngine) -> None:
     hooked.monitor.record_step(hooked.engine.global_samples)
 
 
+def check_step(hooked: HookedEngine) -> None:
+    """Before the optimizer's step: compare what all ranks know of it; none of an accumulation."""
+    if hooked.checks is not None and hooked.engine.is_gradient_accumulation_boundary():
+        hooked.checks.judge()
+
+
 def refuse_batch_sizes(hooked: HookedEngine) -> None:
     """Refuse another batch size where the plan says what batches there are. Raises `ConfigError`: it does."""
     if (message := hooked.why_batch_is_fixed) is not None:

@@ -40,6 +40,7 @@ from ds_hetero.frameworks.deepspeed.protocols import Arguments, Engine, State
 from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.runtime.peers.board import default_group
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_checks import StepChecks
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.plans import BatchSplit
 from ds_hetero.values.section import SECTION
@@ -55,6 +56,7 @@ class HookedEngine:
     clock: StepClock
     monitor: StepMonitor  # takes the times of steps
     elastic: ElasticState | None = None  # keeps its state in memory; None in a job that is not elastic
+    checks: StepChecks | None = None  # of every optimizer step; None where the section switches them off
 
     @property
     def why_batch_is_fixed(self) -> str | None:

@@ -47,6 +47,10 @@ SECTION_KEYS: Mapping[str, SectionKey] = {
     "loss": _refused("pipelines compute the loss of the model themselves", None),
     "zero_within": _refused("a plan of pipelines has owners of its own", None),
     "zero_partition": _refused('optimizer state follows "zero.owner_weights" of the plan', "uniform"),
-    "verify": _refused("no rank holds the whole model that the stages would be compared with", "off"),
+    "checks.enabled": _FOLLOWED,
+    "checks.compare_every": _refused(
+        "no rank holds the whole model that the stages would be compared with", "by_cost", "first_batch", "off"
+    ),
+    "verify": _refused("no rank holds the whole model that the stages would be compared with", None, "off"),
     "report": _FOLLOWED,
 }

@@ -20,6 +20,7 @@ ORDER = {
         "name_lost_peers",
         "expect_scaled",
         "forget",
+        "check_step",
     ],
     "zero_grad": ["forget"],
     "_backward_prologue": ["begin"],
@@ -38,7 +39,7 @@ ORDER = {
 OF_PIPELINES = {
     "forward": ["record_call", "name_lost_peers", "run_passes"],
     "backward": ["record_call", "keep_books"],
-    "step": ["around_step", "record_call", "take_times", "time_step", "name_lost_peers", "expect_passes"],
+    "step": ["around_step", "record_call", "take_times", "time_step", "name_lost_peers", "expect_passes", "check_step"],
     "destroy": ["report"],
     "set_train_batch_size": ["refuse_batch_sizes"],
     "set_train_micro_batch_size": ["refuse_batch_sizes"],

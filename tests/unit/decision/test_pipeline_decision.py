@@ -69,6 +69,7 @@ ASKED = {
     "zero_within": {"zero_within": "node"},
     "batch": {"batch": [1]},
     "placement.mode": {"placement": "documents"},
+    "checks.compare_every": {"checks": {"compare_every": 5}},
     "verify": {"verify": "always"},
 }
 

@@ -34,6 +34,7 @@ from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed.installer import HookedEngine, Installer, Mpu, SequenceMpu
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
+from ds_hetero.frameworks.deepspeed.pipeline.checks import checks_of_pipelines
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import clipping_of, groups_of_lone_rank, lone_configuration
 from ds_hetero.frameworks.deepspeed.pipeline.optimizer import (
@@ -60,6 +61,7 @@ from ds_hetero.runtime.pipeline.batches import samples_of_step
 from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
 from ds_hetero.runtime.replica import make_replica
+from ds_hetero.runtime.step_checks import StepChecks
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.plans import Plan, Stage
 from ds_hetero.values.schedule import Group, Schedule
@@ -148,6 +150,8 @@ class PipelineInstaller(Installer):
             outputs_with=self._models.outputs_with,
             elastic=stage.elastic,
         )
+        if self._section.checks.enabled:
+            pipelined.checks = StepChecks(checks_of_pipelines(pipelined))
         self._registry.note_pipelined(stage)
         return pipelined, built
 

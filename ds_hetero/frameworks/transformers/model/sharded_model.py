@@ -80,7 +80,7 @@ class ShardedModel:
         self.clock = StepClock(default_device())  # times the phases of this model's steps
         self.loss_convention: str | None = None
         self.latest_positions: Tensor | None = None
-        self._verify = "first_batch"
+        self._verify: int | str = "first_batch"
         self._checked: set[str] = set()  # features of batches
         self._has_scaled_loss = False  # since the engine's last step
         self.places_documents = self.asked_for_documents = False
@@ -268,8 +268,8 @@ class ShardedModel:
             )
             self._recent.appendleft(known)
 
-    def verify(self, when: str) -> None:
-        """Set when the engine checks itself with this model: ``"first_batch"``, ``"always"`` or ``"off"``."""
+    def verify(self, when: int | str) -> None:
+        """Set when a piece of a batch is compared, see `ds_hetero.values.section.ChecksSection.compare_every`."""
         self._verify = when
 
     @property
@@ -290,7 +290,7 @@ class ShardedModel:
             features: of the batch, see `features_of`; the answer is the same on every rank of the world, also where
                 replicas are of different size.
         """
-        is_due = self._verify == "always" or (self._verify == "first_batch" and not features <= self._checked)
+        is_due = self._verify == "always" or (self._verify != "off" and not features <= self._checked)
         return is_due and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
 
     def note_checked(self, features: frozenset[str]) -> None:
