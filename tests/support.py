@@ -205,7 +205,7 @@ def _broken_rules(folder: str, world_size: int) -> str:
     files = [Path(folder, f"events{rank}") for rank in range(world_size)]
     if not all(file.exists() for file in files):
         return ""
-    return "\n".join(violations([pickle.loads(file.read_bytes()) for file in files]))
+    return "\n".join(violations([pickle.loads(file.read_bytes()) for file in files], from_the_start=True))
 
 
 def _collect(ranks: list[tuple[BaseProcess, Connection]], timeout_s: float) -> dict[int, tuple[bool, Any]]:

@@ -51,14 +51,14 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
     """Let this process be one rank of a world whose other ranks take part in every message and do nothing else."""
-    from ds_hetero.runtime import collectives, replica
+    from ds_hetero.runtime import collectives, process_groups
 
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)  # type: ignore[no-untyped-call]
     try:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(collectives, "start_watch", lambda *args: None))  # of peers
-            for module in (collectives, replica):
+            for module in (collectives, process_groups):
                 patch = mock.patch.object(module, "timeout_of_job", lambda: datetime.timedelta(minutes=30))
                 stack.enter_context(patch)
             yield
@@ -71,11 +71,12 @@ def _answers() -> Iterator[None]:
     """Answer what the engine and torch ask of CUDA: which device, which operators and kernels there are."""
     from transformers.models.qwen3_next import modeling_qwen3_next
 
-    from ds_hetero.runtime import collectives
+    from ds_hetero.runtime import collectives, process_groups
     from ds_hetero.runtime.attention import batch_layout, channel, local_batch
     from ds_hetero.runtime.attention.kernels import torch_native
 
     where = device()
+    exchanging = (collectives, process_groups, batch_layout, local_batch)
     changes = [
         (modeling_qwen3_next, "torch_chunk_gated_delta_rule", _delta_rule),
         (torch_native, "_operators", _operators),
@@ -84,7 +85,7 @@ def _answers() -> Iterator[None]:
         (Tensor, "data_ptr", lambda tensor: 0),  # of an allocator that aligns what it hands out
         (dist, "batch_isend_irecv", post_each),
         (channel, "pairs_by_order", lambda group: True),
-        *((module, "message_device", lambda *args: where) for module in (collectives, batch_layout, local_batch)),
+        *((module, "message_device", lambda *args: where) for module in exchanging),
     ]
     lifts_cpu_only = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) copies from the host, as on CUDA

@@ -18,7 +18,8 @@ from ds_hetero.cost.played import Operation
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
-from ds_hetero.runtime.replica import ProcessGroups, Replica
+from ds_hetero.runtime.process_groups import ProcessGroups
+from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.baselines import ulysses
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Plan

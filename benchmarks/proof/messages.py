@@ -339,11 +339,37 @@ class Sync:
         return not contributes or all(chunk.name in self._packed for chunk in bucket.chunks)
 
 
+def connect_owners(log: Log, buckets: GradientBuckets) -> None:
+    """One element between contributors and owners, as when the synchronization is made."""
+    pairs: dict[tuple[int, ...], set[tuple[int, int]]] = defaultdict(set)
+    for bucket in buckets.reductions:
+        pairs[bucket.members] |= bucket.pairs()
+    for bucket in buckets.gathers:
+        pairs[bucket.members] |= {(owner, holder) for holder, owner in bucket.pairs()}
+    for members in sorted(pairs):
+        connect(log, members, _purpose(members, buckets.world), pairs[members])
+
+
+def connect(log: Log, ranks: Sequence[int], purpose: str, pairs: set[tuple[int, int]]) -> None:
+    """One element from every sender to its receiver, as `ds_hetero.runtime.process_groups.Connections` sends it."""
+    elements = []
+    for sender, receiver in sorted(pairs):
+        if log.rank == sender:
+            elements.append(Message(True, receiver, 1, "uint8"))
+        elif log.rank == receiver:
+            elements.append(Message(False, sender, 1, "uint8"))
+    log.wait(*log.messages(ranks, purpose, elements))
+
+
+def _purpose(members: tuple[int, ...], world: tuple[int, ...]) -> str:
+    return "world" if members == world else SYNC
+
+
 def _post_bucket(log: Log, bucket: Bucket, world: tuple[int, ...], gathers: bool) -> list[int]:
     if len(bucket.members) == 1:
         return []
     sizes = bucket.reduce_sizes(log.rank)
-    purpose = "world" if bucket.members == world else SYNC
+    purpose = _purpose(bucket.members, world)
     return [_all_to_all(log, bucket.members, sizes[::-1] if gathers else sizes, purpose)]
 
 
@@ -372,7 +398,13 @@ class PipelineJob:
 
     def violations(self, by_order: bool) -> Iterator[str]:
         """What would hang or be wrong in a step; see `Log` for ``by_order``."""
-        yield from violations([pipeline_step(self, rank, by_order) for rank in self.plan.ranks])
+        by_rank = []
+        for rank in self.plan.ranks:
+            log = Log(rank, by_order)
+            connect_owners(log, self.buckets)
+            _post_step(self, log)
+            by_rank.append(log.events)
+        yield from violations(by_rank, connects=by_order)
 
     @cached_property
     def buckets(self) -> GradientBuckets:
@@ -431,8 +463,13 @@ class PipelineJob:
 def pipeline_step(job: PipelineJob, rank: int, by_order: bool) -> list[Event]:
     """Everything that ``rank`` posts in a step and waits for: passes, gradients, loss, norm, new values."""
     log = Log(rank, by_order)
+    _post_step(job, log)
+    return log.events
+
+
+def _post_step(job: PipelineJob, log: Log) -> None:
     sync = Sync(log, job.buckets)
-    place = job.plan.place_of(rank)
+    place = job.plan.place_of(log.rank)
     if place is not None:
         _Passes(job, log, sync, place).run()
     world = job.plan.ranks
@@ -440,7 +477,6 @@ def pipeline_step(job: PipelineJob, rank: int, by_order: bool) -> list[Event]:
     sync.finish()
     log.wait(log.collective("allreduce", world, "world", ("norm",)))
     sync.gather()
-    return log.events
 
 
 class _Passes:
@@ -457,16 +493,20 @@ class _Passes:
         self._count = len(job.lengths[self._i])
         self._asked: dict[str, deque[list[int]]] = {FORWARD: deque(), BACKWARD: deque()}
         self._out: deque[list[int]] = deque()
+        self._num_asked, self._num_taken = {FORWARD: 0, BACKWARD: 0}, {FORWARD: 0, BACKWARD: 0}
+        self._num_sent = 0  # outputs to the stage after
 
     def run(self) -> None:
         """All passes."""
-        self._ask(FORWARD, 0)
-        self._ask(BACKWARD, 0)
+        self._connect()
+        self._ask(FORWARD)
         for kind, k in one_f_one_b(self._pipeline.in_flight(self._j), self._count):
             self._take(kind, k)
             if kind == FORWARD:
                 self._layers(k)
                 self._send(self._after, k, ACTIVATIONS)
+                self._num_sent = k + 1
+                self._ask(BACKWARD)
             else:
                 self._backward(k)
                 self._send(self._before, k, GRADIENTS)
@@ -517,10 +557,28 @@ class _Passes:
         if self._before is None:
             gradient("embedding")
 
-    def _ask(self, kind: str, k: int) -> None:
-        """Post the receives of a micro-batch."""
+    def _connect(self) -> None:
+        """One element between the ranks that a step sends between, by boundary and direction."""
+        boundaries = [
+            (self._before, self._stage, ACTIVATIONS),
+            (self._stage, self._before, GRADIENTS),
+            (self._stage, self._after, ACTIVATIONS),
+            (self._after, self._stage, GRADIENTS),
+        ]
+        for source, target, purpose in boundaries:
+            if source is None or target is None:
+                continue
+            of_lengths = [transfers(source, target, length) for length in set(self._job.lengths[self._i])]
+            pairs = {(m.sender, m.receiver) for of_length in of_lengths for m in of_length}
+            connect(self._log, sorted((*source.ranks, *target.ranks)), purpose, pairs)
+
+    def _ask(self, kind: str) -> None:
+        """Post the receives of the next micro-batch, one ahead of what is taken; a gradient's once its output left."""
         source = self._before if kind == FORWARD else self._after
-        if source is not None and k < self._count:
+        expected = self._count if kind == FORWARD else self._num_sent
+        k = self._num_asked[kind]
+        if source is not None and k < min(self._num_taken[kind] + 1, expected):
+            self._num_asked[kind] += 1
             self._asked[kind].append(self._hop(source, self._stage, k, ACTIVATIONS if kind == FORWARD else GRADIENTS))
 
     def _take(self, kind: str, k: int) -> None:
@@ -528,7 +586,8 @@ class _Passes:
             self._log.wait(*self._asked[kind].popleft())
             if self._stage.inner == "tensor":
                 self._log.wait(self._log.collective("allgather", sorted(self._stage.ranks), COPIES, ("hidden",)))
-            self._ask(kind, k + 1)
+            self._num_taken[kind] = k + 1
+            self._ask(kind)
 
     def _send(self, target: Stage | None, k: int, purpose: str) -> None:
         if target is not None:
@@ -568,7 +627,7 @@ class ReplicasJob:
 
     def violations(self, by_order: bool) -> Iterator[str]:
         """What would hang or be wrong in a step; see `Log` for ``by_order``."""
-        yield from violations([replica_step(self, rank, by_order) for rank in self.world])
+        yield from violations([replica_step(self, rank, by_order) for rank in self.world], connects=by_order)
 
     @cached_property
     def world(self) -> tuple[int, ...]:

@@ -6,14 +6,19 @@ Nodes are the start and the end of every call, and every wait of a rank. What ha
   it (a CUDA stream that waits holds up what is posted behind it, as a waiting host does);
 * a collective ends once it has started on all ranks of its communicator;
 * messages that are posted together end once all have met: a send and its receive, which both have started. Nothing is
-  buffered, so that it does not depend on sizes.
+  buffered, so that it does not depend on sizes;
+* the first message of a pair in one direction on a communicator, by itself or as a part of an all-to-all, connects the
+  two: the rank posts nothing further until its peer has come to the matching call (NCCL's ncclTransportP2pSetup, which
+  blocks the host inside ncclGroupEnd), whatever its streams wait for;
+* where everything is known from the making of a communicator on, its first call is made by all its ranks, each of which
+  waits for the others: what makes a communicator late blocks the host, and a first call of some ranks is undefined.
 
 No call takes what comes first: the k-th message from a to b meets the k-th receive of b from a on that communicator,
 and the k-th collective of a rank those of the others. So there is one graph whatever the speed of links and ranks, and
 a step ends in every order of arrival if and only if the graph has no cycle and every call its counterparts.
 
 These are NCCL's rules where messages have the communicator of their group. For gloo, which pairs by tags, every message
-has a communicator of its ends and its tag, and is posted alone.
+has a communicator of its ends and its tag, is posted alone, and connects nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +33,14 @@ from benchmarks.proof.events import Call, Event, Message, Wait
 
 @dataclass(eq=False, slots=True)
 class _Posted:
-    """A call of a rank, and its two nodes."""
+    """A call of a rank, and its nodes."""
 
     call: Call
     rank: int  # global
+    reached: int  # the rank's program is there
     start: int
     end: int
+    returned: int | None = None  # the rank's program goes on, where the call lets it wait
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.call}"
@@ -87,19 +94,24 @@ class _Graph:
         return nodes[nodes.index(at) :] if at is not None else []
 
 
-def violations(events_of_ranks: Sequence[Sequence[Event]]) -> list[str]:
+def violations(
+    events_of_ranks: Sequence[Sequence[Event]], *, connects: bool = True, from_the_start: bool = False
+) -> list[str]:
     """Return what would hang or be wrong, one text each, with the calls that do not match; empty if nothing would.
 
     Args:
         events_of_ranks: by global rank, everything that it posts and waits for, in order.
+        connects: first messages connect, as on NCCL.
+        from_the_start: the events begin before any communicator was made.
     """
     graph = _Graph()
     collectives: dict[str, dict[int, list[_Posted]]] = defaultdict(lambda: defaultdict(list))
     messages: dict[tuple[str, int, int], tuple[list[_Met], list[_Met]]] = defaultdict(lambda: ([], []))
+    first_calls = _FirstCalls(connects, from_the_start)
     last: list[_Posted | None] = []
     for rank, events in enumerate(events_of_ranks):
-        last.append(_add_rank(graph, rank, events, collectives, messages))
-    wrong = [*_meet_collectives(graph, collectives), *_meet_messages(graph, messages)]
+        last.append(_add_rank(graph, rank, events, collectives, messages, first_calls))
+    wrong = [*_meet_collectives(graph, collectives), *_meet_messages(graph, messages), *first_calls.meet(graph)]
     if wrong:
         return wrong[:1]
     if cycle := graph.stuck():
@@ -118,6 +130,63 @@ def violations(events_of_ranks: Sequence[Sequence[Event]]) -> list[str]:
 
 
 _Met = tuple[_Posted, Message]
+_PAIR = ", pair"  # in the name of a communicator of two ranks, for messages that are posted alone
+
+
+class _FirstCalls:
+    """Calls in which a rank waits for others, since they connect it with them or make a communicator.
+
+    Args:
+        connects: first messages connect.
+        makes: first calls make a communicator.
+    """
+
+    def __init__(self, connects: bool, makes: bool) -> None:
+        self._connects, self._makes = connects, makes
+        self._ends: dict[tuple[str, int, int], dict[int, _Posted]] = defaultdict(dict)  # by pair, by rank in the group
+        self._makers: dict[str, dict[int, _Posted]] = defaultdict(dict)  # by communicator, by rank in the group
+
+    def blocks(self, posted: _Posted) -> bool:
+        """Note a call, in the order of its rank; whether the rank waits in it for others."""
+        call = posted.call
+        is_first = False
+        for sender, receiver in _directions(call) if self._connects else ():
+            ends = self._ends[call.communicator, sender, receiver]
+            if call.rank not in ends:
+                ends[call.rank], is_first = posted, True
+        if self._makes and _PAIR not in call.communicator and call.rank not in self._makers[call.communicator]:
+            self._makers[call.communicator][call.rank], is_first = posted, True
+        return is_first
+
+    def meet(self, graph: _Graph) -> list[str]:
+        """Add what waits for what; return first calls that not all ranks of a communicator make."""
+        for ends in self._ends.values():
+            _wait_for_each_other(graph, list(ends.values()))
+        for makers in self._makers.values():
+            _wait_for_each_other(graph, list(makers.values()))
+        return [
+            "a communicator is used by some of its ranks alone, and so never made:\n  "
+            + "\n  ".join(map(str, makers.values()))
+            for makers in self._makers.values()
+            if len(makers) < next(iter(makers.values())).call.size
+        ]
+
+
+def _directions(call: Call) -> list[tuple[int, int]]:
+    """Senders and receivers, as ranks in the group, of the messages that a call is made of."""
+    ends = [(call.rank, m.peer) if m.sends else (m.peer, call.rank) for m in call.messages]
+    if call.splits is not None:
+        sent, received = call.splits
+        ends += [(call.rank, peer) for peer, size in enumerate(sent) if size]
+        ends += [(peer, call.rank) for peer, size in enumerate(received) if size]
+    return [(sender, receiver) for sender, receiver in ends if sender != receiver]
+
+
+def _wait_for_each_other(graph: _Graph, calls: Sequence[_Posted]) -> None:
+    for call in calls:
+        for other in calls:
+            if other is not call and call.returned is not None:
+                graph.after[other.reached].append(call.returned)
 
 
 def _add_rank(
@@ -126,6 +195,7 @@ def _add_rank(
     events: Sequence[Event],
     collectives: dict[str, dict[int, list[_Posted]]],
     messages: dict[tuple[str, int, int], tuple[list[_Met], list[_Met]]],
+    first_calls: _FirstCalls,
 ) -> _Posted | None:
     """Add the nodes of a rank and what its own order says; return its last call."""
     by_work: dict[int, _Posted] = {}
@@ -138,11 +208,14 @@ def _add_rank(
                 waited = by_work.pop(event.work)
                 gate = graph.node(waited, gate, waited.end)
             continue
-        posted = _Posted(event, rank, 0, 0)
-        posted.start = graph.node(posted, gate, before.get(event.communicator))
+        posted = _Posted(event, rank, 0, 0, 0)
+        posted.reached = graph.node(posted, gate)
+        posted.start = graph.node(posted, posted.reached, before.get(event.communicator))
         posted.end = graph.node(posted, posted.start)
         before[event.communicator] = posted.end
         by_work[event.work] = posted
+        if first_calls.blocks(posted):
+            posted.returned = gate = graph.node(posted, posted.reached)
         if event.name:
             collectives[event.communicator][event.rank].append(posted)
         for message in event.messages:

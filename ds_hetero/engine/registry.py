@@ -38,7 +38,8 @@ from ds_hetero.job.start import (
 from ds_hetero.job.stragglers import OF_LAYERS, OF_SAMPLES, OF_TOKENS, Remedy, Stragglers
 from ds_hetero.planner.documents import DocumentPlacer
 from ds_hetero.runtime.peers.watch import waiting_for_peers
-from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
+from ds_hetero.runtime.process_groups import ProcessGroups
+from ds_hetero.runtime.replica import Replica, make_replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.placement import Placer
 from ds_hetero.values.plans import Plan

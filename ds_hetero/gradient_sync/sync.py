@@ -33,10 +33,10 @@ from ds_hetero.gradient_sync.transfers import (
     replicas_of,
     token_weights,
 )
-from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.backends import message_device
 from ds_hetero.runtime.peers.board import default_group
 from ds_hetero.runtime.peers.watch import waiting_for_peers
-from ds_hetero.runtime.replica import ProcessGroups
+from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.sharding.gradient_chunks import Box, Bucket, Chunk, ParameterLayout, chunks_of, fuse
 from ds_hetero.sharding.zero_partition import ALIGNMENT
 
@@ -242,9 +242,19 @@ class AsymmetricGradientSync:
         reduce = _fuse(chunks, lambda chunk: chunk.contributors, wires, dtypes, bucket_bytes)
         gather = _fuse(chunks, lambda chunk: chunk.holders, dtypes, dtypes, bucket_bytes)[::-1]  # first layers first
         groups: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(dist.get_world_size())): self._group}
-        for members in sorted({bucket.members for bucket in (*reduce, *gather)}):
+        pairs: dict[tuple[int, ...], set[tuple[int, int]]] = {}
+        for bucket in reduce:
+            pairs.setdefault(bucket.members, set()).update(bucket.pairs())
+        for bucket in gather:
+            pairs.setdefault(bucket.members, set()).update((owner, holder) for holder, owner in bucket.pairs())
+        for members in sorted(pairs):
             if members not in groups:
                 groups[members] = made.of(members, "gradient sync") if len(members) > 1 else None
+            # The first all-to-all of a bucket starts in a hook of the backward. Would it connect ranks there, a stage
+            # could wait in it for one that waits for the gradient of this backward.
+            group = groups[members]
+            if group is not None:
+                made.connections_of(group).make(pairs[members])
 
         def transfers(buckets: Sequence[Bucket]) -> list[BucketTransfer]:
             own = [bucket for bucket in buckets if self._rank in bucket.members]

@@ -183,7 +183,10 @@ def process_group(device: torch.device) -> Iterator[None]:
         return
     if device.type != "cpu":
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    # With a device NCCL's communicator is made here, by all ranks, and not at a first call that only some may make.
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl", device_id=None if device.type == "cpu" else device
+    )
     try:
         yield
     finally:

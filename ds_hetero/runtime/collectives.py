@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from ds_hetero import errors
 from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.errors import CheckpointError, HeteroError, PeerError, StepError
+from ds_hetero.runtime.backends import message_device
 from ds_hetero.runtime.peers.calls import REMEDY, own_calls
 from ds_hetero.runtime.peers.watch import current_phase, start_watch, waiting_for_peers
 
@@ -29,18 +30,6 @@ T = TypeVar("T")
 
 _WIDTH = 64  # integers in every all_gather of this module, so that ranks in different phases find out; 512 bytes
 _LONGEST_PHASE = 128  # bytes of its description
-
-
-def message_device(group: ProcessGroup | None = None) -> torch.device:
-    """Where small tensors must live to be exchanged by ``group``, or by the whole job."""
-    if "gloo" in dist.get_backend(group):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def pairs_by_order(group: ProcessGroup | None = None) -> bool:
-    """Whether ``group`` pairs messages by the order in which they are posted, as NCCL does, and not by their tags."""
-    return dist.get_backend(group) == "nccl"
 
 
 def all_gather_bytes(

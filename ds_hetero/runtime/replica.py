@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ds_hetero.errors import ScheduleError
-from ds_hetero.runtime.collectives import on_all_ranks, pairs_by_order, timeout_of_job
+from ds_hetero.runtime.backends import pairs_by_order
+from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.values.plans import BatchSplit, Plan
 from ds_hetero.values.schedule import Group, Schedule
 
@@ -78,34 +81,6 @@ class Replica:
         return self.schedule.ring_groups[self.ring_position]
 
 
-class ProcessGroups:
-    """Process groups by their ranks, made when they are first needed and kept for plans to come.
-
-    Every rank of the world must call `of` for the same groups in the same order.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
-
-    def of(self, ranks: Sequence[int], purpose: str = "") -> ProcessGroup:
-        """Return the group of ``ranks``, ascending; one new_group the first time.
-
-        Args:
-            purpose: groups of the same ranks that must not wait for each other have different ones.
-        """
-        key = tuple(sorted(ranks)), purpose
-        if key not in self._made:
-            self._made[key] = dist.new_group(list(key[0]), timeout=timeout_of_job())
-        return self._made[key]
-
-    def close(self) -> None:
-        """Close all groups; nothing of a replica can be used afterwards."""
-        if dist.is_initialized():
-            for group in self._made.values():
-                dist.destroy_process_group(group)
-        self._made.clear()
-
-
 def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
     """Compare the plans of all ranks, then make every process group that they need.
 
@@ -114,14 +89,14 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
         groups: those of the plans before, to be used again; left out, all are made anew.
 
     Caller: every rank of the world, at start and whenever the plan changes.
-    Collectives: one `on_all_ranks` with a fingerprint; one new_group for every replica, two where messages are paired
-    by order, and for every all-to-all group that ``groups`` does not have, in the same order on every rank.
+    Collectives: one `on_all_ranks` with a fingerprint; one `ProcessGroups.of` for every replica, two where messages
+    between its hosts have a group of their own, and for every all-to-all group, in the same order on every rank.
 
     Raises:
         ScheduleError: on every rank, when the plans differ between ranks or do not fit the world.
         PlanError: on every rank, when the plan has pipelines of several stages.
     """
-    _expect_same_plan(plan)
+    hosts = _expect_same_plan(plan)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if plan.ranks != tuple(range(world_size)):
         raise ScheduleError(
@@ -131,7 +106,9 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
     replica: Replica | None = None
     for schedule in plan.schedules:
         sp_group = groups.of(schedule.ranks)
-        far_group = groups.of(schedule.ranks, "between nodes") if pairs_by_order() else None
+        far_group = None
+        if _has_far_group([hosts[of_replica] for of_replica in schedule.ranks]):
+            far_group = groups.of(schedule.ranks, "between nodes")
         a2a_groups = [groups.of(g.ranks) if len(g.ranks) > 1 else None for g in schedule.ring_groups]
         if rank in schedule.ranks:
             a2a_group = a2a_groups[schedule.ring_position(rank)]
@@ -148,12 +125,19 @@ def part_of_replica(replica: Replica, schedule: Schedule) -> Replica:
     return replace(replica, plan=Plan.of_replicas([schedule]), a2a_group=replica.sp_group)
 
 
-def _expect_same_plan(plan: Plan) -> None:
-    """Raise on every rank if the ranks do not hold the same plan."""
-    by_rank = on_all_ranks(lambda: plan.fingerprint)
+def _has_far_group(hosts: Sequence[str]) -> bool:
+    """Whether messages between hosts get a communicator of their own, which costs memory: they hold up those behind."""
+    return len(set(hosts)) > 1 and pairs_by_order()
+
+
+def _expect_same_plan(plan: Plan) -> list[str]:
+    """Raise on every rank if the ranks do not hold the same plan; return the host of each."""
+    told = on_all_ranks(lambda: (plan.fingerprint, socket.gethostname()))
+    by_rank = [fingerprint for fingerprint, _ in told]
     if len(set(by_rank)) > 1:
         raise ScheduleError(
             "the ranks do not hold the same schedule: fingerprints by rank are "
             f"{[f'{fingerprint & 0xFFFFFFFF:08x}' for fingerprint in by_rank]}. "
             "Give every node the same ds_config.json, schedule and cluster files, and the same version of ds_hetero."
         )
+    return [host for _, host in told]

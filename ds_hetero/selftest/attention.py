@@ -15,7 +15,8 @@ from ds_hetero.runtime.attention.kernels import KERNELS, AttentionKernel, Kernel
 from ds_hetero.runtime.attention.reference import dense_attention
 from ds_hetero.runtime.devices import has_native_bf16
 from ds_hetero.runtime.documents import Documents, rows_of
-from ds_hetero.runtime.replica import ProcessGroups, Replica, make_replica
+from ds_hetero.runtime.process_groups import ProcessGroups
+from ds_hetero.runtime.replica import Replica, make_replica
 from ds_hetero.selftest.meeting import Session
 from ds_hetero.selftest.summary import Line
 from ds_hetero.values.placement import stream_placement

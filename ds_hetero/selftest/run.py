@@ -140,6 +140,8 @@ def _make_process_group(meeting: Meeting, device: torch.device, limit_s: float) 
         rank=meeting.rank,
         world_size=meeting.size,
         timeout=timedelta(seconds=20 * limit_s),
+        # The communicator is made here, by all ranks, and not at a first call that only some of them may make.
+        device_id=device if device.type == "cuda" else None,
     )
     # Without the device torch would take the rank's number over all nodes for it, which is wrong where they have
     # unequally many.

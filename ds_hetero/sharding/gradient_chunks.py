@@ -336,6 +336,11 @@ class Bucket:
             sizes[chunk.owner] += chunk.size
         return tuple(sizes.values())
 
+    def pairs(self) -> set[tuple[int, int]]:
+        """Contributors and the owners that they send elements to; on the way back owners are the senders."""
+        owners = {chunk.owner for chunk in self.chunks if chunk.size}
+        return {(contributor, owner) for contributor in self.contributors for owner in owners if contributor != owner}
+
     def reduce_sizes(self, rank: int) -> tuple[list[int], list[int]]:
         """Elements that ``rank`` sends and receives, by rank, on the way to the owners; reversed on the way back."""
         sizes = self.owned_sizes()

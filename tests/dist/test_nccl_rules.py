@@ -80,6 +80,31 @@ def _collectives(rank: int) -> None:
     dist.barrier()
 
 
+def _receives_first(rank: int) -> None:
+    """Each of two ranks posts a receive before the send that the other one's receive is of, over two groups."""
+    there, back = dist.new_group(), dist.new_group()
+    for group in (there, back):
+        dist.barrier(group)
+    peer = 1 - rank
+    own, other = (there, back) if rank == 0 else (back, there)
+    works = [
+        *dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.empty(4), peer, other)]),
+        *dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(4), peer, own)]),
+    ]
+    for work in works:
+        work.wait()
+
+
+def _used_by_some(rank: int) -> None:
+    """Two of three ranks use a group of all three."""
+    group = dist.new_group()
+    if rank < 2:
+        post = dist.isend if rank == 0 else dist.irecv
+        for work in dist.batch_isend_irecv([dist.P2POp(post, torch.ones(4), 1 - rank, group)]):
+            work.wait()
+    dist.barrier()
+
+
 def _missing_receive(rank: int) -> None:
     if rank == 0:
         work = dist.isend(torch.ones(1), 1)
@@ -124,6 +149,20 @@ def test_messages_that_wait_for_each_other_are_found() -> None:
     (text,) = violations(run_ranks(_record, 2, _sends_apart, nccl_rules=False))
     assert "wait for each other" in text and "rank 0: send to 1 of 16 bytes" in text and "rank 1: send to 0" in text
     assert "test_nccl_rules.py" in text
+
+
+def test_first_messages_that_block_their_ranks_are_found() -> None:
+    """Both receives are posted, and each send waits for one of them: only the connections lock."""
+    with pytest.raises(AssertionError, match="breaks NCCL's rules: calls that wait for each other") as caught:
+        run_ranks(_receives_first, 2)
+    assert "rank 0: receive from 1 of 16 bytes" in str(caught.value)
+    assert "rank 1: receive from 0 of 16 bytes" in str(caught.value)
+
+
+def test_a_group_that_only_some_of_its_ranks_use_is_found() -> None:
+    with pytest.raises(AssertionError, match="used by some of its ranks alone") as caught:
+        run_ranks(_used_by_some, 3)
+    assert "rank 0: send to 1" in str(caught.value) and "rank 1: receive from 0" in str(caught.value)
 
 
 def test_a_message_that_nobody_receives_is_found() -> None:

@@ -25,7 +25,7 @@ from ds_hetero.planner.documents import UnitCosts
 from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
-from ds_hetero.values.plans.timetable import one_f_one_b, transfers
+from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, one_f_one_b, transfers
 from ds_hetero.values.schedule import LAYOUTS, Group, Schedule
 
 
@@ -263,7 +263,7 @@ def test_schedules_beyond_the_scope_hold(data):
 # --- order of messages: planted cycles, and calls that meet others than they should ---------------------
 
 
-def _job() -> PipelineJob:
+def _job(tied: bool = False) -> PipelineJob:
     """Three stages, the middle one of two ranks, beside a pipeline of one stage."""
     sequence = Stage(ranks=(1, 2), layers=(1, 2), inner="sequence", schedule=_pair(1, (1, 3)))
     first, last = (Stage(ranks=(rank,), layers=(layer, layer + 1)) for rank, layer in ((0, 0), (3, 2)))
@@ -273,7 +273,7 @@ def _job() -> PipelineJob:
         Pipeline(stages=(alone,), micro_batch_size=1, micro_batches=1),
     )
     plan = Plan(pipelines=pipelines, model=PlannedModel(num_layers=3, num_heads=2, num_kv_heads=2))
-    return PipelineJob(plan=plan, lengths=((8,) * 6, (8,)))
+    return PipelineJob(plan=plan, lengths=((8,) * 6, (8,)), tied=tied)
 
 
 @pytest.mark.parametrize("by_order", [True, False])
@@ -287,6 +287,31 @@ def test_both_directions_of_a_boundary_on_one_communicator_lock(monkeypatch):
     (text,) = _job().violations(True)
     assert text.startswith("calls that wait for each other") and "on activations [0, 1, 2]" in text
     assert list(_job().violations(False)) == []  # tags tell directions apart
+
+
+def test_a_receive_of_a_gradient_before_the_first_forward_locks_where_it_connects(monkeypatch):
+    """As pipelines did: each of two stages stood in a receive that its neighbour was to answer after a forward."""
+    real = messages._Passes._ask
+
+    def ahead(passes, kind):
+        passes._num_sent = max(passes._num_sent, 1)
+        real(passes, kind)
+        if kind == FORWARD:
+            real(passes, BACKWARD)
+
+    monkeypatch.setattr(messages._Passes, "_ask", ahead)
+    assert list(_job().violations(True)) == []  # a step connects before its first message
+    monkeypatch.setattr(messages._Passes, "_connect", lambda passes: None)
+    (text,) = _job().violations(True)
+    assert text.startswith("calls that wait for each other") and "receive from" in text
+    assert list(_job().violations(False)) == []  # gloo is connected before
+
+
+def test_a_bucket_that_connects_its_ranks_inside_a_hook_locks(monkeypatch):
+    """The last stage waits in the bucket of tied weights for the first, which waits for the gradient after it."""
+    monkeypatch.setattr(messages, "connect_owners", lambda log, buckets: None)
+    (text,) = _job(tied=True).violations(True)
+    assert text.startswith("calls that wait for each other") and "all_to_all" in text
 
 
 def test_messages_of_a_round_that_are_not_posted_together_lock(monkeypatch):

@@ -28,7 +28,7 @@ from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import BatchError, ConfigError, StepError
 from ds_hetero.frameworks.deepspeed.protocols import Engine
-from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.backends import message_device
 from ds_hetero.runtime.data.loss_units import expect_declared
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX

@@ -32,7 +32,7 @@ from ds_hetero.runtime.attention.local_batch import (
     known_placement,
     placement_of_shards,
 )
-from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.backends import message_device
 from ds_hetero.runtime.documents import (
     MASK,
     Documents,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_hetero.runtime.collectives import pairs_by_order
+from ds_hetero.runtime.backends import pairs_by_order
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.step_clock import RING_WAIT, Clock
 

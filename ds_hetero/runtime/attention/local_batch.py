@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
-from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.backends import message_device
 from ds_hetero.runtime.documents import (
     BOUNDARIES,
     MASK,

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ds_hetero.errors import BatchError
-from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.backends import message_device
 from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach
 from ds_hetero.runtime.data.shards import Batch, Entries, PlacedBatch, cut
 from ds_hetero.runtime.peers.watch import waiting_for_peers

@@ -35,6 +35,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from ds_hetero.common.reading import JsonDict
+from ds_hetero.runtime.backends import name_of_backend
 from ds_hetero.runtime.peers.calls import History, own_calls
 
 ENDED, FAILED, STOPPED = "ended", "failed", "stopped"
@@ -309,7 +310,7 @@ def _count_messages() -> None:
 def _counted(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if dist.get_backend(group) == "gloo":
+        if name_of_backend(group) == "gloo":
             with _lock_of_messages:
                 _num_messages[group.group_name] += 1
         return stock(group, *args, **kwargs)

@@ -11,7 +11,7 @@ the boundary, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_hetero.runtime.peers.watch import waiting_for_peers
-from ds_hetero.runtime.replica import ProcessGroups
+from ds_hetero.runtime.process_groups import Connections, ProcessGroups
 from ds_hetero.values.placement import Range
 from ds_hetero.values.plans import Plan, Stage
 from ds_hetero.values.plans.timetable import ActivationTransfer, carried_intervals, held_intervals, transfers
@@ -32,8 +32,8 @@ from ds_hetero.values.plans.timetable import ActivationTransfer, carried_interva
 class BoundaryGroups(NamedTuple):
     """Process groups of the ranks on both sides of a boundary, one per direction, and of each side alone."""
 
-    activations: ProcessGroup  # from the earlier stage to the later one
-    gradients: ProcessGroup
+    activations: Connections  # from the earlier stage to the later one
+    gradients: Connections
     earlier: ProcessGroup | None  # of the ranks of a ``"tensor"`` stage, which gather gradients
     later: ProcessGroup | None  # likewise, which gather activations
 
@@ -53,8 +53,9 @@ def make_boundary_groups(plan: Plan, groups: ProcessGroups) -> dict[tuple[int, i
     for i, pipeline in enumerate(plan.pipelines):
         for j, (earlier, later) in enumerate(pairwise(pipeline.stages)):
             ranks = (*earlier.ranks, *later.ranks)
-            both = groups.of(ranks, "activations"), groups.of(ranks, "gradients")
-            made[i, j] = BoundaryGroups(*both, inside(earlier), inside(later))
+            activations = groups.connections_of(groups.of(ranks, "activations"))
+            gradients = groups.connections_of(groups.of(ranks, "gradients"))
+            made[i, j] = BoundaryGroups(activations, gradients, inside(earlier), inside(later))
     return made
 
 
@@ -108,9 +109,18 @@ class Boundary:
     source: Stage
     target: Stage
     rank: int  # this process's, on either side
-    group: ProcessGroup
+    connections: Connections  # of the ranks of both stages
     copies: ProcessGroup | None  # of the target's ranks, where they hold copies
     device: torch.device  # where activations live
+
+    def connect(self, lengths: Iterable[int]) -> None:
+        """Connect the ranks between which sequences of ``lengths`` travel; the length decides which they are.
+
+        Caller: every rank of both stages, before it posts a message, with the same lengths.
+        Collectives: see `Connections.make`; nothing for lengths whose ranks are connected.
+        """
+        transfers_of = (self._messages(length) for length in sorted(set(lengths)))
+        self.connections.make({(message.sender, message.receiver) for of in transfers_of for message in of})
 
     def send(self, x: Tensor, length: int) -> Sending:
         """Send what this rank carries of ``x``, [b, s, H] in its tokens' order, of ``length`` tokens in all."""
@@ -119,7 +129,7 @@ class Boundary:
             if message.sender == self.rank:
                 local = _local(message.intervals, held_intervals(self.source, length, self.rank))
                 parts.append(torch.cat([x[:, start:stop] for start, stop in local], dim=1).contiguous())
-                ops.append(dist.P2POp(dist.isend, parts[-1], message.receiver, self.group))
+                ops.append(dist.P2POp(dist.isend, parts[-1], message.receiver, self.connections.group))
         return Sending(_post(ops), parts)
 
     def receive(self, rows: int, length: int, width: int, dtype: torch.dtype) -> Receiving:
@@ -134,7 +144,7 @@ class Boundary:
             if message.receiver == self.rank:
                 part = result.new_empty(rows, message.tokens, width)
                 parts.append((_local(message.intervals, carried), part))
-                ops.append(dist.P2POp(dist.irecv, part, message.sender, self.group))
+                ops.append(dist.P2POp(dist.irecv, part, message.sender, self.connections.group))
         gather = None if self.copies is None else partial(_gathered, length=length, group=self.copies)
         return Receiving(_post(ops), parts, result, gather)
 

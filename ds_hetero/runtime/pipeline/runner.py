@@ -4,6 +4,10 @@ A step runs every micro-batch of the rank's pipeline forward and backward. Recei
 ahead, so that a transfer runs under the pass before it; sends are waited for when their stage runs so many passes ahead
 that they must have arrived. What is kept of a micro-batch between its two passes is the stage's input and its output.
 
+A gradient is asked for when the output that it belongs to has been sent, and no earlier: on NCCL a posted receive
+occupies the device until its message comes, and until then whatever needs an idle device stands still, such as memory
+that is given back to the driver. Before its first message a step connects the ranks that it will send between.
+
 Dimension key: b rows of a micro-batch, L tokens of its sequences, s tokens of this rank, H hidden size.
 """
 
@@ -110,8 +114,10 @@ class PipelineRunner:
         no_sync: Callable[[], AbstractContextManager[None]],
     ) -> Tensor | None:
         near = self._neighbours
-        inputs = _Inbox(near.inputs, batches, self._width, self._dtype)
         has_backwards = any(action.kind == BACKWARD for action in actions)  # else no gradient comes that is asked for
+        self._connect(batches, has_backwards)
+        inputs = _Inbox(near.inputs, batches, self._width, self._dtype)
+        inputs.expect(len(batches))
         gradients = _Inbox(near.output_gradients if has_backwards else None, batches, self._width, self._dtype)
         outbox = _Outbox(near.pipeline.in_flight(0))
         kept: dict[int, tuple[Tensor | None, Tensor]] = {}
@@ -131,6 +137,7 @@ class PipelineRunner:
                     total = output.detach().clone() if total is None else total + output.detach()
                 else:
                     outbox.put(near.outputs.send(output.detach(), batches[k].length))
+                    gradients.expect(k + 1)
                 if not torch.is_grad_enabled():
                     kept.clear()
             else:
@@ -150,29 +157,49 @@ class PipelineRunner:
         outbox.close()
         return total
 
+    def _connect(self, batches: Sequence[StageBatch], has_backwards: bool) -> None:
+        """Connect this stage with its neighbours, from the first boundary to the last, as every stage does."""
+        near = self._neighbours
+        lengths = [batch.length for batch in batches]
+        directions = [near.inputs, near.input_gradients, near.outputs, near.output_gradients]
+        if not has_backwards:
+            directions = [near.inputs, near.outputs]
+        for boundary in directions:
+            if boundary is not None:
+                boundary.connect(lengths)
+
 
 class _Inbox:
-    """Inbox of one boundary; one micro-batch is asked for ahead of the one that is taken."""
+    """Inbox of one boundary; one micro-batch is asked for ahead of the one that is taken, if it is expected."""
 
     def __init__(
         self, boundary: Boundary | None, batches: Sequence[StageBatch], width: int, dtype: torch.dtype
     ) -> None:
         self._boundary, self._batches, self._width, self._dtype = boundary, batches, width, dtype
         self._asked: deque[Receiving] = deque()
-        self._ask(0)
+        self._num_taken = self._num_asked = self._num_expected = 0
+
+    def expect(self, count: int) -> None:
+        """The neighbour can now send what belongs to the first ``count`` micro-batches."""
+        self._num_expected = count
+        self._ask()
 
     def take(self, k: int) -> Tensor | None:
         """Return what belongs to micro-batch ``k``, the next in order; None without a boundary."""
         if self._boundary is None:
             return None
         received = self._asked.popleft().wait()
-        self._ask(k + 1)
+        self._num_taken = k + 1
+        self._ask()
         return received
 
-    def _ask(self, k: int) -> None:
-        if self._boundary is not None and k < len(self._batches):
-            batch = self._batches[k]
+    def _ask(self) -> None:
+        if self._boundary is None:
+            return
+        while self._num_asked < min(self._num_taken + 1, self._num_expected):
+            batch = self._batches[self._num_asked]
             self._asked.append(self._boundary.receive(batch.rows, batch.length, self._width, self._dtype))
+            self._num_asked += 1
 
 
 class _Outbox:

@@ -28,6 +28,7 @@ from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from ds_hetero.runtime.attention.local_batch import LocalBatch
 from ds_hetero.runtime.attention.reference import dense_attention
 from ds_hetero.runtime.attention.ring import ring_backward
+from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.baselines import ring, usp
@@ -72,7 +73,7 @@ def test_routes_between_nodes_equal_one_process_where_lanes_yield():
 
 def _check_routes(rank, num_cases):
     world_size = dist.get_world_size()
-    far_group = dist.new_group()
+    far_group = ProcessGroups().of(range(world_size), "between nodes")
     for seed in range(num_cases):
         case = routed_case(1000 * world_size + seed, world_size)
         replica = replace(make_replica(Plan.of_replicas([case.schedule])), far_group=far_group)
@@ -114,7 +115,7 @@ def test_tokens_that_others_hold_outside_attention_equal_one_process(world_size,
 
 def _check_moves(rank, num_cases):
     world_size, count = dist.get_world_size(), 0
-    far_group = dist.new_group()
+    far_group = ProcessGroups().of(range(world_size), "between nodes")
     for seed in range(num_cases):
         case = moved_case(seed, world_size)
         replica = replace(make_replica(Plan.of_replicas([case.schedule])), far_group=far_group)

@@ -22,7 +22,7 @@ from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.pipeline.batches import StageBatch, micro_batches, of_at_most, samples_of_step
 from ds_hetero.runtime.pipeline.runner import PipelineRunner
-from ds_hetero.runtime.replica import ProcessGroups
+from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.values.plans import Plan
 
 

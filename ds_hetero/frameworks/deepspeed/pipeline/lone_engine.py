@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from ds_hetero.engine.ds_config import DsConfig
 from ds_hetero.frameworks.deepspeed.installer import BATCH_SIZES
 from ds_hetero.frameworks.deepspeed.protocols import State
-from ds_hetero.runtime.replica import ProcessGroups
+from ds_hetero.runtime.process_groups import ProcessGroups
 
 _OURS = ("zero_optimization", "bf16", "fp16", "bfloat16", "optimizer", GRADIENT_CLIPPING, "data_types")
 

@@ -30,7 +30,7 @@ from ds_hetero.gradient_sync.transfers import held_box, local_tensor, move_owned
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.watch import waiting_for_peers
-from ds_hetero.runtime.replica import ProcessGroups
+from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.runtime.step_clock import SYNC, StepClock
 from ds_hetero.sharding.gradient_chunks import Box
 from ds_hetero.values.plans import Plan

@@ -47,6 +47,7 @@ from ds_hetero.frameworks.deepspeed.in_memory import read_part
 from ds_hetero.frameworks.deepspeed.names import WHOLE
 from ds_hetero.frameworks.deepspeed.protocols import State, ZeroParameter
 from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes, NodeSums, chunks, start_exchange, write
+from ds_hetero.runtime.backends import gathers_unequal_parts
 from ds_hetero.sharding.zero_partition import FlatGroup, Move, cut_as_deepspeed, cut_parameter, is_even, moves
 from ds_hetero.values.section import SECTION
 from ds_hetero.values.splits import Split
@@ -164,7 +165,7 @@ class Gathering:
         self._flat = torch.empty(sum(sizes), dtype=shards[0].dtype, device=device)
         self._by_rank = torch.split(self._flat, sizes)
         torch.cat([shard.detach().to(device) for shard in shards], out=self._by_rank[rank])
-        if "nccl" in torch.distributed.get_backend(group):
+        if gathers_unequal_parts(group):
             works = [dist.all_gather(list(self._by_rank), self._by_rank[rank], group=group, async_op=True)]
         else:
             works = [

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hetero.errors import BatchError, ConfigError
-from ds_hetero.runtime.collectives import message_device
+from ds_hetero.runtime.backends import message_device
 from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.replica import Replica
 
