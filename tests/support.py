@@ -62,6 +62,7 @@ def run_ranks(
     timeout_s: float = 240,
     env: Mapping[str, str] | None = None,
     nccl_rules: bool = True,
+    strict: bool = False,
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on gloo ranks of their own and return what each returned, in rank order.
 
@@ -73,12 +74,14 @@ def run_ranks(
         env: environment variables of the ranks.
         nccl_rules: hold what the ranks post to what NCCL demands, see `benchmarks.proof.order`; not where ranks fail on
             purpose or use gloo for what NCCL cannot do.
+        strict: block the ranks where NCCL would block them, see `tests.strict_group`.
 
     Raises:
         AssertionError: a rank raised, died or hung, or the ranks break NCCL's rules. Shows every failed rank, the cause
             before its consequences.
     """
-    body = partial(_recorded, _in_process_group) if nccl_rules else _in_process_group
+    body = partial(_strict, _in_process_group) if strict or _is_strict() else _in_process_group
+    body = partial(_recorded, body) if nccl_rules else body
     return _run(body, fn, world_size, args, timeout_s, dict(env or {}))
 
 
@@ -89,6 +92,7 @@ def run_deepspeed(
     timeout_s: float = 240,
     env: Mapping[str, str] | None = None,
     nccl_rules: bool = False,
+    strict: bool = False,
 ) -> list[Any]:
     """Like `run_ranks`, in the environment that DeepSpeed's launcher makes, and with no process group yet.
 
@@ -108,7 +112,8 @@ def run_deepspeed(
         "ACCELERATE_USE_CPU": "true",
         **_deepspeed_env(),
     }
-    body = partial(_recorded, _in_launcher_env) if nccl_rules else _in_launcher_env
+    body = partial(_strict, _in_launcher_env) if strict or _is_strict() else _in_launcher_env
+    body = partial(_recorded, body) if nccl_rules else body
     return _run(body, fn, world_size, args, timeout_s, {**launcher_env, **(env or {})})
 
 
@@ -310,6 +315,27 @@ def _in_process_group(
         timeout=timedelta(seconds=timeout_s / 2),
     )
     return fn(rank, *args)
+
+
+def _is_strict() -> bool:
+    """Whether every run of ranks is to be strict: ``STRICT_GROUP=1 bash tests/run.sh tests/dist``."""
+    return os.environ.get("STRICT_GROUP") == "1"
+
+
+def _strict(
+    body: Callable[..., Any],
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: Sequence[Any],
+    timeout_s: float,
+    folder: str,
+) -> Any:
+    """What ``body`` returns on a rank that blocks where one on NCCL would."""
+    from tests.strict_group import install
+
+    install(folder, rank)
+    return body(fn, rank, world_size, args, timeout_s, folder)
 
 
 def _recorded(

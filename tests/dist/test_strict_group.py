@@ -1,0 +1,130 @@
+"""Ranks that block where hosts of NCCL ranks do: planted locks are found, and the package's own messages pass.
+
+Budget: 40 s; runs of DeepSpeed are in tests/integration/pipelines/test_pipeline_connections.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_hetero.runtime.pipeline.hops import make_boundary_groups
+from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.process_groups import ProcessGroups
+from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
+from tests.dist.attention.test_attention import _check_by_heads, _check_cases, _check_moves, _check_routes
+from tests.dist.test_pipeline import Batch
+from tests.support import run_ranks
+
+SHORT = {"STRICT_GROUP_LOCK_S": "4"}  # of planted locks
+
+
+def _receives_first(rank: int) -> None:
+    """Each of two ranks asks for what the other sends after its own receive."""
+    there, back = dist.new_group(), dist.new_group()
+    for group in (there, back):
+        dist.barrier(group)
+    peer = 1 - rank
+    own, other = (there, back) if rank == 0 else (back, there)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.empty(4), peer, other)])
+    works += dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(4), peer, own)])
+    for work in works:
+        work.wait()
+
+
+def _used_by_some(rank: int) -> None:
+    """Two of three ranks use a group of all three."""
+    group = dist.new_group()
+    if rank < 2:
+        post = dist.isend if rank == 0 else dist.irecv
+        for work in dist.batch_isend_irecv([dist.P2POp(post, torch.ones(4), 1 - rank, group)]):
+            work.wait()
+
+
+def _unlike_batches(rank: int) -> None:
+    """One rank sends and receives in a batch of its own each, the other in one."""
+    operations = [
+        dist.P2POp(dist.isend, torch.ones(4), 1 - rank),
+        dist.P2POp(dist.irecv, torch.empty(4), 1 - rank),
+    ]
+    for batch in [operations] if rank else [operations[:1], operations[1:]]:
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+
+
+def _other_first_collective(rank: int) -> None:
+    """The first collectives of the ranks wait for each other's second."""
+    calls = [lambda: dist.all_reduce(torch.ones(1), async_op=True), lambda: dist.barrier(async_op=True)]
+    for call in calls if rank == 0 else reversed(calls):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("body", "world_size", "words"),
+    [
+        (_receives_first, 2, ("the first messages of rank 0 on", "the first messages of rank 1 on")),
+        (_used_by_some, 3, ("rank 2 to make its first call, which makes the communicator",)),
+        (_unlike_batches, 2, ("Message truncated",)),
+        (_other_first_collective, 2, ("to make its first allreduce", "to make its first barrier")),
+    ],
+    ids=["connect", "communicator", "truncated", "collective"],
+)
+def test_what_blocks_a_host_on_nccl_is_a_lock_that_names_all_ranks(
+    body: Callable[[int], None], world_size: int, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(body, world_size, strict=True, nccl_rules=False, env=SHORT, timeout_s=60)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def _pipeline(rank: int, connects: bool) -> None:
+    """A step of as many stages as ranks, which pass on what they get."""
+    world_size = dist.get_world_size()
+    stages = tuple(Stage(ranks=(i,), layers=(i, i + 1)) for i in range(world_size))
+    pipeline = Pipeline(stages=stages, micro_batch_size=2, micro_batches=4)
+    plan = Plan(pipelines=(pipeline,), model=PlannedModel(num_layers=world_size, num_heads=4, num_kv_heads=4))
+    groups = make_boundary_groups(plan, ProcessGroups())
+
+    def compute(_: object, hidden: torch.Tensor | None) -> torch.Tensor:
+        if hidden is None:
+            return torch.ones(2, 8, 4, requires_grad=True)
+        return hidden.square().sum() if rank == world_size - 1 else hidden * 2
+
+    runner = PipelineRunner(neighbours_of(plan, rank, groups, torch.device("cpu")), compute, 4, torch.float32)
+    batches = [Batch(torch.zeros(2, 8), 1.0) for _ in range(4)]
+    with mock.patch.object(PipelineRunner, "_connect", PipelineRunner._connect if connects else lambda *args: None):
+        total = runner.train(batches)
+        runner.train(batches)
+        runner.evaluate(batches)
+    assert total is None or float(total) == 4 * 64 * 4 ** (world_size - 2)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_stages_that_are_connected_run(world_size: int) -> None:
+    run_ranks(_pipeline, world_size, True, strict=True)
+
+
+def test_three_stages_that_are_not_connected_lock() -> None:
+    """Stage 0 connects for a gradient before it sends what stage 1 needs for its first backward."""
+    with pytest.raises(AssertionError, match="locked") as caught:
+        run_ranks(_pipeline, 3, False, strict=True, nccl_rules=False, env=SHORT, timeout_s=60)
+    assert "rank 0 waits for the first messages of rank 1 on" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "world_size", "args"),
+    [
+        (_check_routes, 4, (4,)),
+        (_check_moves, 4, (6,)),
+        (_check_by_heads, 4, (2, 2, 4)),
+        (_check_cases, 3, (10, (torch.float64,), True)),
+        (_check_cases, 4, (10, (torch.float64,), False)),
+    ],
+    ids=["routes between nodes", "moved tokens", "heads between nodes", "documents", "streams"],
+)
+def test_attention_passes(body: Callable[..., object], world_size: int, args: tuple[object, ...]) -> None:
+    run_ranks(body, world_size, *args, strict=True)
