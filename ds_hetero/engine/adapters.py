@@ -86,6 +86,10 @@ class SplitModel(Protocol):
         """Whether a forward would now wait for other ranks."""
 
     @property
+    def is_split(self) -> bool:
+        """Whether sequences are split; else every replica is one rank, and any batch can run whole."""
+
+    @property
     def trains_now(self) -> bool:
         """Whether a forward would now be one of training, with gradients."""
 

@@ -121,7 +121,12 @@ ARGUMENTS: Mapping[str, Argument] = {
 
 
 def refusals(
-    arguments: Batch, *, has_towers: bool = False, in_call: bool = False, in_pipelines: bool = False
+    arguments: Batch,
+    *,
+    has_towers: bool = False,
+    in_call: bool = False,
+    in_pipelines: bool = False,
+    is_split: bool = True,
 ) -> list[str]:
     """Arguments with which a model would not compute what one process computes, each with its value and the reason.
 
@@ -129,11 +134,15 @@ def refusals(
         has_towers: whether the model puts images or sounds before a text decoder.
         in_call: whether they are those of a sharded call, which takes whole batches.
         in_pipelines: whether they are those of the engine of a pipeline.
+        is_split: whether sequences are split; else only what our attention does not do is refused.
     """
+    rows = {name: row_of(ARGUMENTS, name) for name in arguments}
+    if not is_split:
+        rows = {name: row for name, row in rows.items() if row is not None and row.kind == "refused"}
     return [
-        f'"{name}": {_shown(value)}: {reason}.'
-        for name, value in arguments.items()
-        if (reason := _reason(row_of(ARGUMENTS, name), value, has_towers, in_call, in_pipelines))
+        f'"{name}": {_shown(arguments[name])}: {reason}.'
+        for name, row in rows.items()
+        if (reason := _reason(row, arguments[name], has_towers, in_call, in_pipelines))
     ]
 
 

@@ -75,6 +75,8 @@ class AsymmetricGradientSync:
             parameter groups as wanted.
         owned_boxes: by name, which elements of the whole parameter those are, box after box in row-major order.
         bucket_bytes: as given.
+        held: names of what this rank holds and synchronizes.
+        reached: names of parameters whose gradients this rank has made in the step.
 
     Caller: every rank of the job, in the same order as whatever else makes process groups.
     Collectives: all_gathers of what must agree; one new_group per set of members that ``groups`` does not have; one
@@ -109,6 +111,7 @@ class AsymmetricGradientSync:
         self.shapes = {name: layout.shape for name, layout in layouts.items()}  # of the whole parameters, by name
         self._replicas = replicas_of(layouts) if given is None else given
         self._parameters = {name: parameters[name] for name in self._shards}
+        self.held = tuple(self._parameters)
 
         by_backward = [(name, layouts[name]) for name in reversed(list(layouts))]
         chunks = [c for name, layout in by_backward for c in chunks_of(name, layout, alignment, owner_weights)]
@@ -280,12 +283,14 @@ class AsymmetricGradientSync:
 
     def _reset(self) -> None:
         self._packed: set[str] = set()
+        self.reached: set[str] = set()
         self._next = 0  # of the reductions: those before it have left
         self._in_flight: deque[BucketTransfer] = deque()
         self._tokens = None
         self._weights: dict[int, float] | None = None
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        self.reached.add(name)
         if self._accumulating:
             self._accumulate(name, parameter)
             return

@@ -14,12 +14,13 @@ from zlib import crc32
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.hooks import SplitEngine
 from ds_hetero.frameworks.deepspeed.installer import HookedEngine
+from ds_hetero.frameworks.deepspeed.zero.used_parameters import used_parameters_of
 from ds_hetero.runtime.step_checks import StepCheck, Verdict
 
 
 def checks_of_model(hooked: SplitEngine) -> list[StepCheck]:
     """Checks of an engine whose model is split over the sequence, or runs whole on every rank; on every rank alike."""
-    return [SameGroups(hooked)]
+    return [SameGroups(hooked), used_parameters_of(hooked.engine)]
 
 
 class SameGroups:

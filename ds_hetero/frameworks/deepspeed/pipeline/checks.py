@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
+
 from ds_hetero.frameworks.deepspeed.checks import SameGroups
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
+from ds_hetero.frameworks.deepspeed.pipeline.optimizer import PipelineOptimizer
+from ds_hetero.frameworks.deepspeed.zero.used_parameters import UsedParameters
 from ds_hetero.runtime.step_checks import StepCheck
 
 
 def checks_of_pipelines(pipelined: PipelinedEngine) -> list[StepCheck]:
     """Checks of an engine whose model is a stage of a pipeline; on every rank alike."""
-    return [SameGroups(pipelined)]
+    return [SameGroups(pipelined), _used_parameters(pipelined)]
+
+
+def _used_parameters(pipelined: PipelinedEngine) -> UsedParameters:
+    """The check of parameters that no rank uses; synchronizer and optimizer change where layers move."""
+    optimizer: PipelineOptimizer = pipelined.engine.optimizer
+
+    def read() -> tuple[Sequence[str], Set[str]]:
+        return list(optimizer.sync.held), optimizer.sync.reached
+
+    return UsedParameters(list(optimizer.sync.shapes), read, optimizer.leave)

@@ -12,7 +12,7 @@ their process groups. Nothing is computed with, so values and optimizer state ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ class PipelineOptimizer(Optimizer):
         self.inner, self.sync, self._clip, self._clock, self._names = inner, sync, clip, clock, names
         self._global_grad_norm = 0.0
         self.overflow = False  # the last step was skipped, since the norm was not finite
+        self._unused: Set[str] = frozenset()
 
     @property
     def param_groups(self) -> Groups:  # type: ignore[override]
@@ -118,6 +119,11 @@ class PipelineOptimizer(Optimizer):
             if state:
                 self.inner.state[sync.owned[name]] = state
 
+    def leave(self, unused: Set[str]) -> bool:
+        """Leave parameters alone in the next step, as one process does without a gradient."""
+        self._unused = unused
+        return False  # steps are counted for each parameter
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the owned gradients."""
         self.inner.zero_grad(set_to_none)
@@ -141,6 +147,8 @@ class PipelineOptimizer(Optimizer):
             for owned in self.sync.owned.values():
                 assert owned.grad is not None
                 owned.grad.mul_(factor)
+        for name in self._unused & self.sync.owned.keys():
+            self.sync.owned[name].grad = None
         self.inner.step()
         self.inner.zero_grad(set_to_none=True)  # the next backward needs the room
         with self._clock.phase(SYNC, "gather_values"):

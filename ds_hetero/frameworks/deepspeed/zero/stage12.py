@@ -17,11 +17,12 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import link_hp_params
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ds_hetero.frameworks.deepspeed.protocols import State
 from ds_hetero.frameworks.deepspeed.zero import stage12_checkpoint
+from ds_hetero.frameworks.deepspeed.zero.reduction_order import ReductionOrder
 from ds_hetero.frameworks.deepspeed.zero.stage12_checkpoint import RestoredGroup
 from ds_hetero.sharding.zero_partition import FlatGroup, Fragment, cut_flat_group
 
@@ -41,6 +42,9 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         self.weights = tuple(weights)
         self.layouts: list[FlatGroup] = []  # by parameter group, in the order of bit16_groups
         super().__init__(*args, **kwargs)
+        self._group_of = {id(p): i for i, group in enumerate(self.bit16_groups) for p in group if p.requires_grad}
+        trained = [p for group in self.bit16_groups for p in group if p.requires_grad]
+        self.reduction_order = ReductionOrder(trained, self.dp_process_group, self._reduce)
 
     def rank_in(self, group_id: int) -> int:
         """This rank's part of parameter group ``group_id``."""
@@ -130,6 +134,27 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
                 dp_group=self.real_dp_process_group[group_id],
                 **({"param_offsets": [at for at, _ in in_flat_order]} if padded else {}),
             )
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
+        """A gradient is there: it goes into its bucket when its turn comes, the same on every rank."""
+        if not self.reduction_order.knows(param):
+            super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
+        elif getattr(param, "ds_grad_is_ready", True):  # not so in all tiles of a computation but the last
+            self.reduction_order.arrive(param)
+
+    def _reduce(self, param: nn.Parameter) -> None:
+        """Put a gradient into its bucket, zeros where this rank has none."""
+        if self.get_gradient_for_reduction(param) is None:
+            param.grad = torch.zeros_like(param)
+            if self.use_grad_accum_attribute:
+                self._fill_param_grad_accum_attribute(param)
+        super().reduce_independent_p_g_buckets_and_remove_grads(param, self._group_of[id(param)])
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """A backward has ended: what this rank lacks goes as zeros, then as DeepSpeed."""
+        self.setup_buckets()  # on a rank without any gradient nothing has
+        self.reduction_order.finish()
+        super().independent_gradient_partition_epilogue()
 
     def step(self, *args: object, **kwargs: object) -> None:
         """As DeepSpeed."""

@@ -82,7 +82,9 @@ def expect_arguments(model: Called, arguments: Batch, *, in_call: bool) -> None:
         in_call: whether they are those of a sharded call, which takes whole batches.
     """
     given = {name: value for name, value in arguments.items() if name != KEYWORD and value is not None}
-    lines = refusals(given, has_towers=model.cuts_inputs, in_call=in_call)
+    if not model.is_split and not is_shard(*given.values()):
+        return  # it runs whole, see `ShardedModel`
+    lines = refusals(given, has_towers=model.cuts_inputs, in_call=in_call, is_split=model.is_split)
     if given.get("output_router_logits") and (problem := router_loss_problem(model.pretrained)):
         lines.append(f'"output_router_logits": True: {problem}.')
     if "labels" in given and "position_ids" in given and not in_call:

@@ -41,7 +41,7 @@ from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
 from ds_hetero.runtime.attention.local_batch import KnownPlacement
 from ds_hetero.runtime.data.loss_units import UnitCounts
 from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_info
-from ds_hetero.runtime.data.shards import PACKING, Entries
+from ds_hetero.runtime.data.shards import PACKING, Entries, is_shard
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE, StepClock
@@ -177,7 +177,12 @@ class ShardedModel:
     @property
     def waits_in_forward(self) -> bool:
         """Whether a forward would now wait for other ranks; where replicas differ in size, of any replica."""
-        return self.takes_shards and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
+        return self.takes_shards and self.is_split
+
+    @property
+    def is_split(self) -> bool:
+        """Whether sequences are split; else every replica is one rank, and any batch can run whole."""
+        return any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
 
     @functools.cached_property
     def pools(self) -> bool:
@@ -291,7 +296,7 @@ class ShardedModel:
                 replicas are of different size.
         """
         is_due = self._verify == "always" or (self._verify != "off" and not features <= self._checked)
-        return is_due and any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
+        return is_due and self.is_split
 
     def note_checked(self, features: frozenset[str]) -> None:
         """The model passed under the present schedule, with a batch of these features."""
@@ -347,9 +352,10 @@ class ShardedModel:
         is_forced, is_in_call = sharding_is_set() is True, self._entrance.is_in_call
         is_entered = self._door is not None and self._door.is_entered
         has_cache = kwargs.get("past_key_values") is not None and not (is_forced or is_entered)
-        if not is_in_call and (not self._takes_shards(decoder) or has_cache):
-            tokens = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-            expect_whole(type(self.pretrained).__name__, kwargs.get("position_ids"), *tokens)
+        inputs = kwargs.get("position_ids"), kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        is_own_batch = not self.is_split and not is_shard(*inputs)  # the script's, and whole
+        if not is_in_call and (not self._takes_shards(decoder) or has_cache or is_own_batch):
+            expect_whole(type(self.pretrained).__name__, *inputs)
             self._end_whole_forward = change_mode(is_whole=True)
             if self._door is not None and self._door.window is not None:
                 kwargs = self._door.cut_to_window(kwargs, self._door.window)
