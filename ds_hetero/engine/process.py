@@ -356,6 +356,7 @@ HOST_VARIABLES = (
 _MOST_SHOWN = 5  # differing keys in one message
 _LONGEST_SHOWN = 60  # characters of a value in a message
 _PACKAGES = ("ds-hetero", "deepspeed", "transformers")
+_LIBRARIES = ("NCCL", "RCCL")
 
 
 def own_environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -384,9 +385,23 @@ def _versions() -> dict[str, str]:
 
 def expect_same_environment(environments: Sequence[Mapping[str, str]]) -> None:
     """Refuse ranks whose `own_environment` differs where it must not. Raises `ConfigError`: names, ranks, values."""
+    _expect_one_library(environments)
     names = sorted({name for environment in environments for name in environment})
     if lines := differing_lines(environments, {name: name for name in names}, absent="not set"):
         raise ConfigError("all ranks must run in the same environment, but these differ:\n" + "\n".join(lines))
+
+
+def _expect_one_library(environments: Sequence[Mapping[str, str]]) -> None:
+    """Refuse NVIDIA's GPUs beside AMD's. Raises `ConfigError`: nothing carries messages between them."""
+    libraries = [next((name for name in _LIBRARIES if f"version of {name}" in each), "none") for each in environments]
+    if {"NCCL", "RCCL"} <= set(libraries):
+        by_library = ranks_by_value(enumerate(libraries))
+        nvidia, amd = ranks_text(by_library["NCCL"]), ranks_text(by_library["RCCL"])
+        raise ConfigError(
+            f"{nvidia} on NVIDIA GPUs, which talk by NCCL, and {amd} on AMD GPUs, which talk by RCCL. The two do not "
+            "understand each other, and a build of torch has one of them, so that no setting lets these ranks train "
+            "together. Start a job for each."
+        )
 
 
 def differing_lines(views: Sequence[Mapping[str, str]], labels: Mapping[str, str], *, absent: str) -> list[str]:

@@ -45,6 +45,7 @@ from ds_hetero.planner.published.hetero_ring import FORMULA, LUT, table_text
 from ds_hetero.profiler.cache import cache_folder, describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
 from ds_hetero.reporting.run_file import expect_writable
+from ds_hetero.runtime.architectures import expect_built_for
 from ds_hetero.runtime.attention.kernels import AttentionKernel, select
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import collectives_library, default_device, device_memory_bytes, has_native_bf16
@@ -122,6 +123,7 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts], *, has_kernel: bo
     """
 
     def examine() -> tuple[JobFacts, str | None, str, str]:
+        expect_built_for(default_device())
         facts = read()
         if world.rank == 0 and facts.section.report is not None:
             expect_writable(facts.section.report)

@@ -53,3 +53,9 @@ def test_a_release_beyond_the_tested_ranges_is_named_with_its_range(monkeypatch:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.99.0" if name == "transformers" else real(name))
     assert set(extras.untested_releases()) == {"transformers"}
     assert extras.untested_releases()["transformers"].startswith("5.99.0 (tested: ")
+
+
+def test_nvidia_beside_amd_is_refused_and_why_it_can_never_work() -> None:
+    nvidia, amd = {"version of NCCL": "2.30.7"}, {"version of RCCL": "2.27.0"}
+    with pytest.raises(ConfigError, match=r"ranks 0, 2 on NVIDIA GPUs.*rank 1 on AMD GPUs.*Start a job for each"):
+        expect_same_environment([nvidia, amd, nvidia])
