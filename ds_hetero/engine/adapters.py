@@ -139,6 +139,21 @@ class SplitModel(Protocol):
     def declare_loss(self, convention: str | None) -> None:
         """Set `loss_convention`."""
 
+    def declare_evaluation(self, how: str | None) -> None:
+        """Set how it is evaluated, by ``"evaluation"`` of the section."""
+
+    @property
+    def evaluation(self) -> str:
+        """How a framework's own loops evaluate the model: ``"sharded"`` or ``"whole"``."""
+
+    @property
+    def why_evaluated_whole(self) -> str:
+        """Why it cannot be evaluated over shards; empty where it can."""
+
+    @property
+    def evaluates_shards(self) -> bool:
+        """Whether a forward would now be one of an evaluation over shards, which the section asks for."""
+
     def place_documents(self, placer: Placer | None, *, asked_for: bool = True) -> None:
         """Place the batches that are drawn from now on by their documents; None: by their length."""
 
@@ -283,8 +298,10 @@ class ProcessAdapter(Protocol):
     def size_of_accelerate(self) -> int | None:
         """The sequence-parallel size that accelerate was given; None where there is none."""
 
-    def loaders_over_replicas(self, sp_size: int, batches: ReplicaBatches | None) -> AbstractContextManager[None]:
-        """Let loaders that are prepared inside shard over replicas."""
+    def loaders_over_replicas(
+        self, sp_size: int, batches: ReplicaBatches | None, *, evaluates: bool = False
+    ) -> AbstractContextManager[None]:
+        """Let loaders that are prepared inside, of evaluation or of training, shard over replicas."""
 
     def gathering_over_replicas(self, accelerator: Any) -> AbstractContextManager[None]:
         """Let an Accelerator gather one value of each replica inside."""

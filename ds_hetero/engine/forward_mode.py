@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import Clock
@@ -26,6 +28,9 @@ class Wanted:
     logits: bool  # with ``logits`` [B, L, V]
     hidden_state: bool = False  # with ``hidden_state``, which is no output of the model's
     shorter_outputs: tuple[str, ...] = ()  # classes of outputs of next tokens: a column less than the batch
+    on_request: bool = False  # a forward of an evaluation: without ``logits``, results are put together when read
+    of_sequence: Callable[[Tensor, int], Any] | None = None  # made of the logits [1, L, V] of a row, by its number
+    num_replicas: int = 1  # whose labels ``num_items_in_batch`` counts, and by which the caller multiplies the loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +95,15 @@ def sharding(on: bool) -> contextlib.AbstractContextManager[None]:
 def sharded_calls(wanted: Wanted | None) -> contextlib.AbstractContextManager[None]:
     """Let calls of sharded models inside be sharded calls, with these results; None for none."""
     return _in_mode(wanted=wanted)
+
+
+ON_REQUEST = Wanted(own_outputs=True, logits=False, on_request=True)
+"""Results of the forwards of an evaluation over shards, in a loop of one's own."""
+
+
+def evaluating(wanted: Wanted) -> contextlib.AbstractContextManager[None]:
+    """Let calls of sharded models inside be sharded calls with these results, whatever `sharding` says outside."""
+    return _in_mode(takes_shards=None, wanted=wanted)
 
 
 def expecting_sharded_forward(model: str) -> contextlib.AbstractContextManager[None]:

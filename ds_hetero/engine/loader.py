@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ds_hetero.engine.adapters import SplitModel
+from ds_hetero.engine.evaluation import check_evaluated
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.data.batch_mode import TORCH_LOADERS, LoaderAround, LoaderNames
@@ -72,6 +73,11 @@ class ModelLoader(ShardedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         self._expect_split_model()
+        if self._model.evaluates_shards:
+            for batch in self.whole:
+                check_evaluated(self._model, batch)
+                yield on_device(batch, self._target)
+            return
         if not self._model.takes_shards:
             yield from WholeLoader(self.whole, self._target)
             return

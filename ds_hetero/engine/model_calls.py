@@ -91,7 +91,8 @@ class _SplitCalls(ModelCalls):
             loss_sum = cross_entropy_sum(outputs.logits, labels) + num_tokens * model.router_term(outputs)
         else:
             loss_sum = mean * num_tokens
-        model.note_scaled_loss()
+        if torch.is_grad_enabled():  # else it is of an evaluation, maybe amid an accumulation
+            model.note_scaled_loss()
         if num_items is None and replica.batch_split is not None:
             num_items, divisor = _items_of_step(batch), replica.batch_split.micro_steps
         with model.clock.phase(IDLE, "loss"):

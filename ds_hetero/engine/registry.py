@@ -232,8 +232,10 @@ class Registry:
         known.model.verify(start.section.compare_every)
         if isinstance(known.model, WholeModel):
             known.model.expect_section(start.section)
-        elif start.section.tile_tokens is not None:
-            known.model.tile(start.section.tile_tokens)
+        else:
+            known.model.declare_evaluation(start.section.evaluation)
+            if start.section.tile_tokens is not None:
+                known.model.tile(start.section.tile_tokens)
         places = start.section.placement.mode == "documents" or (start.places_by_default and _loader_cuts(known.model))
         _place_batches(known, agree_on_placer(world, start, replica.replica_id) if places else None)
         if world.rank == 0:

@@ -187,6 +187,11 @@ class WholeModel:
                 f'"tile_tokens": {section.tile_tokens} tiles models of transformers that are split over a sequence, '
                 f"and {name} is not. Leave the key out."
             )
+        if section.evaluation == "sharded":
+            raise ConfigError(
+                f'"{SECTION}.evaluation": "sharded" splits the sequences of an evaluation over ranks, but {name} runs '
+                "whole on every rank. Leave the key out."
+            )
         self.changes_batches = section.changes_batches
         if section.replan.enabled and section.batch is None:
             raise ConfigError(

@@ -56,6 +56,7 @@ class _Sharding:
     sp_size: int  # ranks that share a batch
     batches: ReplicaBatches | None  # where the replicas take different batches
     by_mode: bool = False  # loaders are of training and of evaluation, which shows when they are read
+    evaluates: bool = False  # they are of evaluation alone: no random state is set for their order
 
 
 def install(registry: Registry) -> None:
@@ -85,15 +86,18 @@ def objects_of_script() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def loaders_over_replicas(sp_size: int, batches: ReplicaBatches | None, *, by_mode: bool = False) -> Iterator[None]:
+def loaders_over_replicas(
+    sp_size: int, batches: ReplicaBatches | None, *, by_mode: bool = False, evaluates: bool = False
+) -> Iterator[None]:
     """Let loaders that are prepared inside shard over replicas of ``sp_size`` ranks, not over ranks.
 
     Args:
         sp_size: ranks that share a batch.
         batches: of replicas that take different batches; see `ds_hetero.job.start.Request.batches_of`.
         by_mode: see `_Sharding`.
+        evaluates: likewise.
     """
-    token = _sharding.set(_Sharding(sp_size, batches, by_mode))
+    token = _sharding.set(_Sharding(sp_size, batches, by_mode, evaluates))
     try:
         yield
     finally:
@@ -323,7 +327,7 @@ def _prepare_data_loader(stock: Function, dataloader: Any, *args: object, **kwar
     kwargs.update(num_processes=num_replicas, process_index=replica)
     if isinstance(dataloader.dataset, IterableDataset) and kwargs.get("dispatch_batches") is None:
         kwargs["dispatch_batches"] = False  # a dispatcher deals batches out to ranks
-    if num_replicas == 1:
+    if num_replicas == 1 and not sharding.evaluates:
         kwargs["rng_types"] = ["torch"]  # shuffling draws from it; with several replicas accelerate sees to that
     prepared = stock(dataloader, *args, **kwargs)
     if batches is not None:

@@ -17,6 +17,7 @@ MASK_PARTS = (
 _TRAINER = (
     "__init__",
     "_get_dataloader",
+    "_get_num_items_in_batch",
     "_get_output_dir",
     "_inner_training_loop",
     "_maybe_log_save_evaluate",
@@ -26,6 +27,7 @@ _TRAINER = (
     "_track_num_input_tokens",
     "compute_loss",
     "evaluate",
+    "evaluation_loop",
     "get_batch_samples",
     "get_sp_size",
     "get_total_train_batch_size",

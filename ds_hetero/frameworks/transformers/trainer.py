@@ -31,7 +31,13 @@ from ds_hetero.engine.patching import Function, around
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import BatchError, CheckpointError, ConfigError, HeteroError, PeerError, VersionError
 from ds_hetero.frameworks.transformers.elastic import load_from_memory, save_after, train_from_memory
-from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
+from ds_hetero.frameworks.transformers.evaluation import (
+    accepts_loss_kwargs,
+    evaluates_shards,
+    is_sharded,
+    loss_from_logits,
+    run_evaluation_loop,
+)
 from ds_hetero.frameworks.transformers.unlike_batches import (
     Filler,
     complete_configuration,
@@ -51,11 +57,6 @@ from ds_hetero.runtime.step_clock import IDLE
 _OLDEST = Version("5.20")
 
 
-def is_sharded(registry: Registry, trainer: Trainer) -> bool:
-    """Whether a Trainer trains with sequence parallelism by this engine."""
-    return registry.adapters.processes.asks_for_engine(trainer.accelerator) and trainer.get_sp_size() > 1
-
-
 def _is_alone(registry: Registry, trainer: Trainer) -> bool:
     """Whether a Trainer that trains with this engine is in a job of one rank, which takes whole batches."""
     return registry.adapters.processes.asks_for_engine(trainer.accelerator) and dist.get_world_size() == 1
@@ -68,8 +69,7 @@ def _shared_by_ranks(registry: Registry, trainer: Trainer) -> Any:
 
 def takes_whole_batches(registry: Registry, trainer: Trainer) -> bool:
     """Whether a Trainer that trains with this engine computes its loss from whole sequences, or from all logits."""
-    from_logits = trainer.label_smoother is not None or trainer.compute_loss_func is not None
-    return from_logits or registry.adapters.trainers.needs_whole_sequences(trainer)
+    return loss_from_logits(trainer) or registry.adapters.trainers.needs_whole_sequences(trainer)
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def calls_sharded(registry: Registry, trainer: Trainer) -> Iterator[None]:
         yield
         return
     before = trainer.model_accepts_loss_kwargs  # False where the Trainer counts labels for sequence parallelism
-    trainer.model_accepts_loss_kwargs = _accepts_loss_kwargs(trainer)
+    trainer.model_accepts_loss_kwargs = accepts_loss_kwargs(trainer)
     try:
         adapters = registry.adapters
         own_outputs = Wanted(own_outputs=True, logits=True, shorter_outputs=adapters.trainers.shorter_outputs)
@@ -99,19 +99,10 @@ def calls_sharded(registry: Registry, trainer: Trainer) -> Iterator[None]:
         trainer.model_accepts_loss_kwargs = before
 
 
-def _accepts_loss_kwargs(trainer: Trainer) -> bool:
-    """Whether the Trainer counts the labels of a step on one process, by its own rule."""
-    model = pretrained_of(trainer.model)
-    accepts: bool | None = getattr(model, "accepts_loss_kwargs", None)
-    if accepts is not None:
-        return accepts
-    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-    return inspect.Parameter.VAR_KEYWORD in kinds
-
-
 def _evaluate(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> object:
     """Replace ``Trainer.evaluate`` and ``Trainer.predict``."""
-    if not (is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)):
+    is_whole = is_sharded(registry, trainer) and takes_whole_batches(registry, trainer)
+    if not is_whole or evaluates_shards(registry, trainer):
         return stock(trainer, *args, **kwargs)
     with calls_sharded(registry, trainer):
         return stock(trainer, *args, **kwargs)
@@ -187,6 +178,7 @@ def install(registry: Registry) -> None:
     replace(Trainer, "training_step", around(_training_step, registry))
     for name in ("evaluate", "predict"):
         replace(Trainer, name, around(_evaluate, registry))
+    replace(Trainer, "evaluation_loop", around(run_evaluation_loop, registry))
     replace(Trainer, "save_model", around(_save_stages, registry))
     for name in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
         replace(Trainer, name, around(_fail_together, registry))
@@ -252,10 +244,13 @@ def _get_dataloader(registry: Registry, stock: Function, trainer: Trainer, *args
         trainer.gather_function = lambda values, *args, **kwargs: values  # all ranks evaluate the same batch
     is_unlike = takes_unlike_batches(registry, trainer)
     is_whole = not is_unlike and takes_whole_batches(registry, trainer)
+    loaders_over_replicas = registry.adapters.processes.loaders_over_replicas
+    if not kwargs.get("is_training") and evaluates_shards(registry, trainer):
+        with loaders_over_replicas(trainer.get_sp_size(), None, evaluates=True):
+            return stock(trainer, *args, **kwargs)
     over_replicas = kwargs.get("is_training") or is_pipelined or is_whole
     if not over_replicas or not (is_unlike or is_sharded(registry, trainer)):
         return stock(trainer, *args, **kwargs)
-    loaders_over_replicas = registry.adapters.processes.loaders_over_replicas
     with loaders_over_replicas(trainer.get_sp_size(), _replica_batches(registry, trainer)):
         return stock(trainer, *args, **kwargs)
 

@@ -34,6 +34,7 @@ from transformers.utils import ModelOutput
 
 from ds_hetero.engine.arguments import refusals
 from ds_hetero.engine.forward_mode import (
+    ON_REQUEST,
     ShardedForward,
     Wanted,
     expecting_sharded_forward,
@@ -43,6 +44,7 @@ from ds_hetero.engine.forward_mode import (
 from ds_hetero.engine.patching import Function, Patches
 from ds_hetero.errors import BatchError
 from ds_hetero.frameworks.transformers.attention import NAME
+from ds_hetero.frameworks.transformers.model.evaluation_call import EvaluationCall
 from ds_hetero.frameworks.transformers.model.model_checks import router_loss_problem
 from ds_hetero.frameworks.transformers.model.recurrent_layers import KEYWORD
 from ds_hetero.frameworks.transformers.model.sharded_call import Called, ShardedCall
@@ -197,7 +199,7 @@ class Entrance:
         if not self._at_decoder:
             return arguments
         self._call = None
-        wanted = _wanted_of(arguments)
+        wanted = self._wanted_of(arguments)
         if wanted is None:
             return arguments
         self._call = ShardedCall(self._model, arguments, _OWN_OUTPUTS)
@@ -213,6 +215,7 @@ class Entrance:
         """Results for the caller of the decoder; None for ``outputs`` themselves, or where it has failed."""
         if self.tiles is not None and self._latest is not None:
             self._made = outputs
+            self.tiles.end()
         if self._call is None or outputs is None:
             self._call = None if self._at_decoder else self._call
             return None
@@ -251,7 +254,7 @@ class Entrance:
         self._latest = None
         if self._call is not None:
             return None
-        wanted = _wanted_of(kwargs)
+        wanted = self._wanted_of(kwargs)
         has_cache = kwargs.get("past_key_values") is not None and sharding_is_set() is not True
         if wanted is not None or (self._model.takes_shards and not has_cache):
             arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
@@ -266,13 +269,40 @@ class Entrance:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_call(self, run: Function, args: tuple[object, ...], kwargs: Entries, wanted: Wanted) -> Any:
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if wanted.on_request:
+            with self._model.unrecorded(keeps_tiles=True):
+                return self._run_evaluation(run, arguments, wanted)
         self._call = call = ShardedCall(self._model, arguments, wanted)
+        outputs = self._outputs_of(run, call.inputs)
+        return call.put_together(outputs)
+
+    def _run_evaluation(self, run: Function, arguments: Entries, wanted: Wanted) -> Any:
+        """A forward of an evaluation, which leaves out logits where tiles make the loss."""
+        self._call = call = EvaluationCall(self._model, arguments, wanted)
+        tiles = self.tiles if call.may_be_tiled else None
+        outputs = self._outputs_of(run, call.inputs if tiles is None else tiles.without_logits(call.inputs))
+        made, self._made = self._made, None
+        if tiles is not None:
+            shard = call.arguments_of_tiles
+            call.note_tiles(
+                functools.partial(tiles.loss_sum, run, made, shard), functools.partial(tiles.logits, run, made, shard)
+            )
+        return call.put_together(outputs)
+
+    def _outputs_of(self, run: Function, inputs: Entries) -> Any:
+        """What the model returns for the shard of the call that has begun."""
         without_cache = {"use_cache": False} if "use_cache" in self._names else {}
         try:
-            outputs = run(**{**call.inputs, **without_cache})
+            return run(**{**inputs, **without_cache})
         finally:
             self._call = self._latest = None
-        return call.put_together(outputs)
+
+    def _wanted_of(self, arguments: Batch) -> Wanted | None:
+        """Results of a call, if it is a sharded call: no part of a generation, which keeps keys and values."""
+        if arguments.get("past_key_values") is not None:
+            return None
+        wanted = wanted_results()
+        return ON_REQUEST if wanted is None and self._model.evaluates_shards else wanted
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, kwargs: Entries, output: Any, run: Function | None) -> None:
@@ -285,11 +315,6 @@ class Entrance:
         if self.tiles is not None and run is not None:
             loss_sum = functools.partial(self.tiles.loss_sum, run, made, kwargs)
         add_loss(output, kwargs, forward, self._model.router_term(output), loss_sum)
-
-
-def _wanted_of(arguments: Batch) -> Wanted | None:
-    """Results that a call returns, if it is a sharded call: no part of a generation, which keeps keys and values."""
-    return wanted_results() if arguments.get("past_key_values") is None else None
 
 
 def add_loss(

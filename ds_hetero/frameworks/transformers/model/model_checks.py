@@ -110,6 +110,19 @@ def pools(pretrained: PretrainedModel) -> bool:
     return type(pretrained).__name__.endswith("ForSequenceClassification")
 
 
+def why_evaluated_whole(pretrained: PretrainedModel) -> str:
+    """Why forwards of an evaluation cannot be cut where a model is entered, and what can be done; empty if they can."""
+    name = type(pretrained).__name__
+    if has_towers(pretrained):
+        return (
+            f"{name} puts images or sounds before its text decoder, and is evaluated whole. Leave the key out; a loop "
+            "of your own can take shards from handle.dataloader inside handle.sharded()."
+        )
+    if pools(pretrained):
+        return f"{name} has a head that pools over the sequence, and is evaluated whole. Leave the key out."
+    return ""
+
+
 def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:
     """Query heads and key/value heads. Raises `ModelError`: there is not one number for all layers."""
     config = pretrained.config.get_text_config()

@@ -12,6 +12,7 @@ Dimension key: B batch, L tokens of the sequence, s tokens of this rank, V vocab
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +51,13 @@ class Called(SplitModel, Protocol):
     def pretrained(self) -> PretrainedModel:
         """The model that is called."""
 
+    @property
+    def evaluates_shards(self) -> bool:
+        """Whether a forward is one of an evaluation over shards, which the section asks for."""
+
+    def unrecorded(self, *, keeps_tiles: bool = False) -> AbstractContextManager[None]:
+        """Let forwards inside leave nothing behind; see `ShardedModel.unrecorded`."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +94,8 @@ class ShardedCall:
     """
 
     def __init__(self, model: Called, arguments: Batch, wanted: Wanted) -> None:
-        if adds_router_loss(model.pretrained):
-            raise ModelError(
-                f"{type(model.pretrained).__name__} adds a loss of its routers, and a sharded call puts results of "
-                "tokens together only. Set output_router_logits to false in its configuration."
-            )
         self._model, self._wanted, self._replica = model, wanted, model.replica
+        self._expect_supported()
         self._hidden: Tensor | None = None
         given = {name: entry for name, entry in arguments.items() if entry is not None}
         self._num_items = given.pop("num_items_in_batch", None)
@@ -105,6 +109,19 @@ class ShardedCall:
         if self._labels is not None and wanted.own_outputs:
             self.inputs["labels"] = self._labels
 
+    def _expect_supported(self) -> None:
+        """Refuse a model whose results are more than those of its tokens. Raises `ModelError`."""
+        model = self._model.pretrained
+        if adds_router_loss(model):
+            raise ModelError(
+                f"{type(model).__name__} adds a loss of its routers, and a sharded call puts results of "
+                "tokens together only. Set output_router_logits to false in its configuration."
+            )
+
+    def _expect_cuttable(self, given: Batch) -> None:
+        """Refuse a batch whose results would be other than one process's. Raises `BatchError` and `ModelError`."""
+        _expect_cuttable(type(self._model.pretrained).__name__, given, self._replica, self._kept_logits)
+
     def note_hidden_state(self, hidden: Tensor) -> None:
         """The last layer has made ``hidden`` [B, s, D]."""
         if self._wanted.hidden_state:
@@ -116,23 +133,26 @@ class ShardedCall:
         Caller: every rank of the replica.
         Collectives: one all_gather for each result of tokens, one all_reduce of two numbers for a loss.
         """
-        if not isinstance(outputs, ModelOutput):
-            raise ModelError(
-                f"a sharded call of {type(self._model.pretrained).__name__} returned {type(outputs).__name__}, whose "
-                "parts have no names. Leave out return_dict=False."
-            )
+        self._expect_named(outputs)
         if not self._wanted.own_outputs:
             return self._token_results(outputs)
         one_shorter = type(outputs).__name__ in self._wanted.shorter_outputs
         whole = {name: self._whole(name, entry, one_shorter) for name, entry in outputs.items()}
         return type(outputs)(**{name: entry for name, entry in whole.items() if entry is not None})
 
+    def _expect_named(self, outputs: Any) -> None:
+        if not isinstance(outputs, ModelOutput):
+            raise ModelError(
+                f"a sharded call of {type(self._model.pretrained).__name__} returned {type(outputs).__name__}, whose "
+                "parts have no names. Leave out return_dict=False."
+            )
+
     def _agree_on_batch(self, given: Batch) -> PlacedBatch:
         """Read the batch and place it; all ranks of the replica compare theirs."""
         replica, made = self._replica, []
 
         def read() -> dict[str, str]:
-            _expect_cuttable(type(self._model.pretrained).__name__, given, replica, self._kept_logits)
+            self._expect_cuttable(given)
             batch = read_batch(self._model.complete(given), keep_labels=not self._model.moves_labels)
             made.append(place(stream_placement, replica.schedule, batch))
             return made[0].fingerprints()
@@ -176,7 +196,7 @@ class ShardedCall:
         return mean_over_replica(mean, self._labels.ne(IGNORE_INDEX).sum(), self._replica, self._num_items)
 
     def _whole_logits(self, logits: Tensor) -> Tensor | None:
-        if not self._wanted.logits:
+        if not (self._wanted.logits or self._wanted.on_request):
             return None
         rows, _, vocabulary = logits.shape
         num_bytes = rows * self._placement.length * vocabulary * logits.element_size()
@@ -257,5 +277,10 @@ def _expect_cuttable(model: str, given: Batch, replica: Replica, kept_logits: An
             f"output_router_logits=True of {model} asks for a router loss, which is not a mean over tokens. Set "
             "router_aux_loss_coef to 0 in the model's config."
         )
+    expect_number_of_logits(model, kept_logits)
+
+
+def expect_number_of_logits(model: str, kept_logits: Any) -> None:
+    """Refuse positions of logits that are no number of the last. Raises `ModelError`."""
     if not isinstance(kept_logits, int):
         raise ModelError(f"logits_to_keep of a sharded call of {model} must be a number of positions, from the end.")

@@ -26,7 +26,14 @@ from ds_hetero.frameworks.transformers.model.embeddings import (
     with_positions,
 )
 from ds_hetero.frameworks.transformers.model.entrance import Entrance, expect_shard_shapes, expect_whole, local_batch
-from ds_hetero.frameworks.transformers.model.model_checks import POOLS, decoder_of, embeddings_of, pools, pretrained_of
+from ds_hetero.frameworks.transformers.model.model_checks import (
+    POOLS,
+    decoder_of,
+    embeddings_of,
+    pools,
+    pretrained_of,
+    why_evaluated_whole,
+)
 from ds_hetero.frameworks.transformers.model.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
 from ds_hetero.frameworks.transformers.model.router_losses import (
     has_router_loss,
@@ -94,6 +101,7 @@ class ShardedModel:
         self._restore_noise: Callable[[], None] = lambda: None
         self._kept_alive: object = None
         self.is_restored = False  # the model is not split any more
+        self._evaluation: str | None = None
         self._decoder = decoder_of(self.pretrained)
         self._embeddings = embeddings_of(self.pretrained)
         self._door = DecoderDoor(self.pretrained) if has_towers(self.pretrained) else None
@@ -303,10 +311,14 @@ class ShardedModel:
         self._checked |= features
 
     @contextlib.contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Let forwards inside leave nothing behind: no batch recorded, no positions kept, no time on the clock."""
+    def unrecorded(self, *, keeps_tiles: bool = False) -> Iterator[None]:
+        """Let forwards inside leave nothing behind: no batch recorded, no positions kept, no time on the clock.
+
+        Args:
+            keeps_tiles: compute in tiles, as outside; else in one piece.
+        """
         kept = self.clock, self._observers, self.latest_positions
-        tiles, self._entrance.tiles = self._entrance.tiles, None
+        tiles, self._entrance.tiles = self._entrance.tiles, self._entrance.tiles if keeps_tiles else None
         self.clock, self._observers = StepClock(default_device()), ()
         try:
             yield
@@ -317,6 +329,32 @@ class ShardedModel:
     def record_batches(self, observers: Sequence[Callable[[BatchLayout], None]]) -> None:
         """Call ``observers`` with the layout of every batch from now on, except those that fill up a step."""
         self._observers = observers
+
+    def declare_evaluation(self, how: str | None) -> None:
+        """Set how it is evaluated. Raises `ConfigError` on every rank: not over shards, and the section asks for it.
+
+        Args:
+            how: ``"evaluation"`` of the section.
+        """
+        if how == "sharded" and (reason := self.why_evaluated_whole):
+            raise ConfigError(f'"{SECTION}.evaluation": "sharded": {reason}')
+        self._evaluation = how
+
+    @property
+    def evaluation(self) -> str:
+        """How a framework's own loops evaluate the model: ``"sharded"`` or ``"whole"``."""
+        return self._evaluation or ("whole" if self.why_evaluated_whole else "sharded")
+
+    @property
+    def why_evaluated_whole(self) -> str:
+        """Why forwards of an evaluation cannot be cut where the model is entered, and what can be done; or nothing."""
+        return why_evaluated_whole(self.pretrained)
+
+    @property
+    def evaluates_shards(self) -> bool:
+        """Whether a forward that no context says more of is one of an evaluation over shards, by the section."""
+        is_asked_for = self._evaluation == "sharded" and sharding_is_set() is None
+        return is_asked_for and self._mode_was_set and not self._decoder.training
 
     def declare_loss(self, convention: str | None) -> None:
         """Set `loss_convention`. Raises `ConfigError`: it is that of modules which are not split; on every rank."""

@@ -37,6 +37,7 @@ class Tiles:
 
     def __init__(self, model: Any, decoder: nn.Module, tokens: int) -> None:
         self._model, self._tokens, self._count = model, tokens, 1
+        self._is_in_shard = False
         self._place = next((name for name, child in model.named_children() if child is decoder), None)
         self._mlps = [module for name, module in decoder.named_modules() if _is_mlp(name, module)]
         keeps_few = "logits_to_keep" in inspect.signature(type(model).forward).parameters
@@ -56,6 +57,11 @@ class Tiles:
     def begin(self, rank_tokens: tuple[int, ...]) -> None:
         """A forward begins in which the ranks hold so many tokens."""
         self._count = max(1, -(-max(rank_tokens) // self._tokens))
+        self._is_in_shard = True
+
+    def end(self) -> None:
+        """The decoder has run the forward that `begin` began; a backward may run its tiles again."""
+        self._is_in_shard = False
 
     def without_logits(self, arguments: Batch) -> Entries:
         """Arguments with which the model computes no logits: [B, 0, V]."""
@@ -89,6 +95,12 @@ class Tiles:
         ]
         return tuple(torch.stack(parts).sum(dim=0) for parts in zip(*of_tiles, strict=True))
 
+    def logits(self, run: Function, made: ModelOutput, batch: Batch) -> Tensor:
+        """Logits of the shard, [B, s, V], in one piece; the arguments are those of `sums`."""
+        inputs = {n: batch[n] for n in ("input_ids", "inputs_embeds", "position_ids") if batch.get(n) is not None}
+        logits: Tensor = self._run_head(run, made, inputs).logits
+        return logits
+
     def _run_head(self, run: Function, made: ModelOutput, inputs: Mapping[str, Tensor]) -> Any:
         """The model's ``forward`` behind a decoder that returns ``made``."""
         modules, place = self._model._modules, self._place
@@ -100,10 +112,12 @@ class Tiles:
             modules[place] = decoder
 
     def _run_mlp(self, plain: Callable[..., Tensor], mlp: nn.Module, x: Tensor) -> Tensor:
-        """``plain`` of x [B, s, D] in tiles; in one piece where no gradient is wanted, as in generation."""
-        if self._count == 1 or x.dim() != 3 or not torch.is_grad_enabled():
+        """``plain`` of x [B, s, D] in tiles; in one piece of whole sequences, as in generation."""
+        if self._count == 1 or x.dim() != 3 or not (torch.is_grad_enabled() or self._is_in_shard):
             return plain(mlp, x)
         sizes = self._sizes(x)
+        if not torch.is_grad_enabled():
+            return torch.cat([plain(mlp, tile) for tile in torch.split(x, sizes, 1)], dim=1)
         if not x.requires_grad:
             of_tile = partial(plain, mlp)
             return torch.cat(

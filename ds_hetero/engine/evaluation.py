@@ -1,0 +1,30 @@
+"""The self-check with batches of an evaluation over shards, which are whole and the same on all ranks of a replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hetero.engine.adapters import SplitModel
+
+
+def check_evaluated(model: SplitModel, batch: Any) -> None:
+    """Check a model with a whole batch, if that can show what none before it could. Raises `ModelError`.
+
+    A batch without labels is checked with its tokens, each the label of the one before it.
+
+    Caller: every rank of the world, before the forward.
+    """
+    if model.pools or "input_ids" not in batch:
+        return
+    with torch.inference_mode(False):  # the check computes gradients, of copies where the loop computes none
+        piece = {name: entry.clone() if _is_inference(entry) else entry for name, entry in batch.items()}
+        if piece.get("labels") is None:
+            piece["labels"] = piece["input_ids"]
+        model.checks.check_same_batch(piece)
+
+
+def _is_inference(entry: object) -> bool:
+    return isinstance(entry, Tensor) and entry.is_inference()

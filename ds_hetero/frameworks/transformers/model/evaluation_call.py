@@ -1,0 +1,171 @@
+"""A forward of an evaluation: a sharded call whose loss is made as in training, and which gathers only on request.
+
+The model is given the whole batch, as one process gives it, and runs on this rank's shard. What `ShardedCall` puts
+together for a loss of whole sequences waits here until somebody reads it, so that a forward whose loss alone is of
+interest takes what a forward of training takes: of logits the shard's, or with ``"tile_tokens"`` a tile's.
+
+Where the loss comes from:
+
+    the model moves labels and calls a loss function of transformers    this rank's logits, or tiles of them
+    labels are in their own places, or the loss function is a script's  the model's own mean, times this rank's labels
+    TRL's fused head (``fused_lm_head``)                                TRL, from results of tokens
+
+Dimension key: B batch, L tokens of the sequence, s tokens of this rank, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.utils import ModelOutput
+
+from ds_hetero.engine.forward_mode import Wanted
+from ds_hetero.errors import ModelError
+from ds_hetero.frameworks.transformers.model.results_on_request import results_on_request
+from ds_hetero.frameworks.transformers.model.sharded_call import Called, ShardedCall, expect_number_of_logits
+from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch, Entries
+from ds_hetero.runtime.loss import cross_entropy_sum, mean_over_replica, sequence_parallel_loss
+
+_FUSED = "fused_lm_head"
+
+
+class EvaluationCall(ShardedCall):
+    """One forward of an evaluation; the arguments, callers and errors are those of `ShardedCall`.
+
+    Collectives: those of `ShardedCall` for the batch; one all_reduce of two numbers for the loss; one all_gather for
+        each result of tokens that is read.
+    """
+
+    def __init__(self, model: Called, arguments: Batch, wanted: Wanted) -> None:
+        super().__init__(model, arguments, wanted)
+        self._is_ours = not arguments.get(_FUSED) and _is_cross_entropy(model)  # the loss is made here
+        if self._is_ours and self._labels is not None:
+            for name in ("labels", "shift_labels"):
+                self.inputs.pop(name, None)
+        self._loss_sum: Callable[[], Tensor] | None = None
+        self._all_logits: Callable[[], Tensor] | None = None
+
+    @property
+    def may_be_tiled(self) -> bool:
+        """Whether nothing but the loss needs logits, which tiles can make."""
+        return self._is_ours and self._labels is not None and not self._wanted.logits
+
+    @property
+    def arguments_of_tiles(self) -> Entries:
+        """The shard with its labels."""
+        return {**self.inputs, "shift_labels": self._labels}
+
+    def note_tiles(self, loss_sum: Callable[[], Tensor], all_logits: Callable[[], Tensor]) -> None:
+        """The forward has left out logits: what makes this rank's token losses added up, and logits [B, s, V]."""
+        self._loss_sum, self._all_logits = loss_sum, all_logits
+
+    def _expect_supported(self) -> None:
+        pass  # a loss of routers is of the whole replica, see `router_losses`
+
+    def _expect_cuttable(self, given: Batch) -> None:
+        # Replicas that take different batches in training are not weighed by them in an evaluation.
+        expect_number_of_logits(type(self._model.pretrained).__name__, self._kept_logits)
+
+    def put_together(self, outputs: Any) -> Any:
+        """Outputs with the loss of the whole batch. Raises `ModelError`: a tuple."""
+        self._expect_named(outputs)
+        one_shorter = type(outputs).__name__ in self._wanted.shorter_outputs
+        loss = self._loss(outputs)
+        present = {} if loss is None else {"loss": loss}
+        waiting = {
+            name: functools.partial(self._entry, name, entry, one_shorter)
+            for name, entry in outputs.items()
+            if name != "loss" and entry is not None
+        }
+        if not self._wanted.logits:
+            return results_on_request(type(outputs), present, waiting)
+        if self._wanted.of_sequence is not None and list(waiting) == ["logits"]:
+            waiting["logits"] = functools.partial(self._of_sequences, outputs["logits"], self._wanted.of_sequence)
+        return type(outputs)(**present, **{name: make() for name, make in waiting.items()})
+
+    def _entry(self, name: str, entry: Any, one_shorter: bool) -> Any:
+        """One entry of the outputs, of the whole batch."""
+        if name == "logits" and self._all_logits is not None:
+            entry = self._all_logits()
+        rows = self._rows * self._columns
+        if isinstance(entry, Tensor) and entry.dim() == 2 and entry.shape[0] == rows != self._rows:
+            by_token = entry.reshape(self._rows, self._columns, -1)  # [B s, E] of routers
+            return self._whole(name, by_token, one_shorter).flatten(0, 1)
+        if isinstance(entry, tuple):
+            return tuple(self._entry(name, each, one_shorter) for each in entry)
+        return entry if isinstance(entry, Tensor) and not entry.dim() else self._whole(name, entry, one_shorter)
+
+    @property
+    def _rows(self) -> int:
+        return int(self.inputs["position_ids"].shape[0])
+
+    def _of_sequences(self, logits: Tensor, of_sequence: Callable[[Tensor, int], Any]) -> Any:
+        """What ``of_sequence`` makes of the logits [1, L, V] of each sequence, one after the other."""
+        made = []
+        for row in range(self._rows):
+            whole = self._whole_logits(logits[row : row + 1])
+            assert whole is not None
+            made.append(of_sequence(whole, row))
+        return _joined(made)
+
+    def _loss(self, outputs: ModelOutput) -> Tensor | None:
+        """The mean over the labels of the whole batch, or their sum over ``num_items_in_batch``."""
+        if self._labels is None:
+            return None
+        term, num_tokens = self._model.router_term(outputs), self._labels.ne(IGNORE_INDEX).sum()
+        if self._is_ours:
+            of_tokens = self._sum_of_losses(outputs)
+            loss = sequence_parallel_loss(of_tokens, num_tokens, self._replica, num_labels=self._num_items)
+        else:
+            mean = outputs.get("loss")
+            if mean is None:
+                return None
+            loss = mean_over_replica(mean - term, num_tokens, self._replica, self._num_items)
+        return loss + (term if self._num_items is None else term / self._wanted.num_replicas)
+
+    def _sum_of_losses(self, outputs: ModelOutput) -> Tensor:
+        if self._loss_sum is not None:
+            return self._loss_sum()
+        assert self._labels is not None
+        logits = outputs.get("logits")
+        if logits is None:
+            raise ModelError(f"{type(self._model.pretrained).__name__} returns no logits to take labels by.")
+        return cross_entropy_sum(logits, self._labels)
+
+
+def _is_cross_entropy(model: Called) -> bool:
+    """Whether the model's loss is the mean cross entropy of next tokens, so that it can be made from its logits."""
+    if not model.moves_labels:
+        return False
+    function = getattr(model.pretrained, "loss_function", None)
+    return function is LOSS_MAPPING["ForCausalLM"] or not _calls_loss_function(type(model.pretrained))
+
+
+@functools.cache
+def _calls_loss_function(kind: type) -> bool:
+    """Whether the class asks ``self.loss_function``; one that does not would move the labels of a shard once more."""
+    try:
+        return "loss_function" in inspect.getsource(kind.forward)  # type: ignore[attr-defined]
+    except (OSError, TypeError):  # made while the program runs
+        return True
+
+
+def _joined(of_sequences: list[Any]) -> Any:
+    """Results of sequences, [1, ...] each or tuples of such, as one of the batch, [B, ...]."""
+    first = of_sequences[0]
+    if isinstance(first, tuple | list):
+        return type(first)(_joined(list(parts)) for parts in zip(*of_sequences, strict=True))
+    if not isinstance(first, Tensor) or not first.dim() or first.shape[0] != 1:
+        shape = list(first.shape) if isinstance(first, Tensor) else type(first).__name__
+        raise ModelError(
+            "preprocess_logits_for_metrics is called for one sequence at a time, [1, L, V], where an evaluation runs "
+            f"over shards, and has to return results of one sequence, [1, ...]; got {shape}. For what it makes of a "
+            'whole batch, set "evaluation" of the "heterogeneity" section to "whole".'
+        )
+    return torch.cat(of_sequences)

@@ -1,0 +1,138 @@
+"""``evaluate`` and ``predict`` of the HF Trainer and of TRL's SFTTrainer, over shards, give what one process gives.
+
+Budget: 60 s.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.tiny import UNEVEN_2, UNEVEN_4, VOCAB, ds_config, llama, samples
+from tests.integration.trainer.test_trainer import make_trainer, one_process, ranks
+
+ROWS = 7  # of an evaluation; no batch size of these tests divides it
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Rows padded on the right to the longest."""
+    made: dict[str, list[torch.Tensor]] = {"input_ids": [], "labels": [], "attention_mask": []}
+    length = max(len(row["input_ids"]) for row in rows)
+    for row in rows:
+        missing = length - len(row["input_ids"])
+        pad = torch.nn.functional.pad
+        made["input_ids"].append(pad(row["input_ids"], (0, missing), value=0))
+        made["labels"].append(pad(row["labels"], (0, missing), value=-100))
+        made["attention_mask"].append(pad(torch.ones_like(row["input_ids"]), (0, missing)))
+    return {name: torch.stack(entries) for name, entries in made.items()}
+
+
+def flattened(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Rows as documents of one row."""
+    labels = [torch.cat([torch.tensor([-100]), row["labels"][1:]]) for row in rows]
+    return {
+        "input_ids": torch.cat([row["input_ids"] for row in rows])[None],
+        "labels": torch.cat(labels)[None],
+        "position_ids": torch.cat([torch.arange(len(row["input_ids"])) for row in rows])[None],
+    }
+
+
+COLLATORS = {"padded": padded, "packed": flattened}
+
+
+def ragged(count: int) -> list[dict[str, torch.Tensor]]:
+    """Samples of unlike lengths, one of them of three tokens, fewer than some schedules have ranks."""
+    lengths = [3 if i == 2 else 37 - 5 * (i % 4) for i in range(count)]
+    return [{n: e[:length] for n, e in row.items()} for row, length in zip(samples(count), lengths, strict=True)]
+
+
+def guesses(logits: Any, labels: Any) -> Any:
+    """The likeliest words, of which the labels show that they belong to the logits."""
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    assert labels.shape == logits.shape[:2]
+    return logits.argmax(-1)
+
+
+def right(prediction: Any) -> dict[str, float]:
+    """How many guesses are right, and a sum that no order or repetition leaves as it is."""
+    guessed, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
+    counts = labels != -100
+    places = np.arange(len(labels))[:, None] + 1
+    return {"right": float((guessed == labels)[counts].mean()), "in_order": float((guessed * counts * places).sum())}
+
+
+def _evaluate(rank: int, stage: int | None, schedule: Any, case: dict[str, Any]) -> Any:
+    """Metrics of an evaluation between two steps and at the end, and predictions of other rows."""
+    import ds_hetero
+
+    case = {"collator": "padded", "batch_size": 1, "options": {}, "adapted": False, **case}
+    ds = None
+    if stage is not None:
+        ds_hetero.register()
+        ds = ds_config(stage, schedule, train_micro_batch_size_per_gpu=1, **case.get("section", {}))
+    sp_size = sum(len(group["ranks"]) for group in schedule["groups"])
+    model = llama()
+    if case["adapted"]:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(3)
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        model = get_peft_model(model, config)
+    trainer = make_trainer(
+        ds,
+        sp_size,
+        model=model,
+        num_samples=4,
+        max_steps=2,
+        per_device_train_batch_size=case["train_batch_size"] if stage is None else 1,
+        per_device_eval_batch_size=case["batch_size"],
+        eval_strategy="steps",
+        eval_steps=1,
+        more={"eval_dataset": ragged(ROWS), "data_collator": COLLATORS[case["collator"]]},
+        **case["options"],
+    )
+    if case.get("metrics"):
+        trainer.preprocess_logits_for_metrics = guesses
+        trainer.compute_metrics = right
+    trainer.train()
+    metrics = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    metrics.append(trainer.evaluate())
+    predicted = None
+    if case.get("metrics"):
+        predicted = trainer.predict(ragged(5))
+        metrics.append(predicted.metrics)
+        predicted = predicted.predictions, predicted.label_ids
+    return [_numbers(of) for of in metrics], predicted, [e["loss"] for e in trainer.state.log_history if "loss" in e]
+
+
+def _numbers(metrics: dict[str, float]) -> dict[str, float]:
+    times = ("runtime", "per_second", "preparation_time")
+    return {name: value for name, value in metrics.items() if not name.endswith(times)}
+
+
+CASES: dict[str, tuple[int, Any, int, dict[str, Any]]] = {
+    "padded, stage 2": (2, UNEVEN_2, 2, {"batch_size": 2, "metrics": True}),
+    "packed, stage 1": (2, UNEVEN_2, 1, {"batch_size": 2, "collator": "packed"}),
+    "two replicas, stage 3": (4, UNEVEN_2, 3, {"batch_size": 2, "metrics": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedule", "stage", "case"), [pytest.param(*case, id=name) for name, case in CASES.items()]
+)
+def test_evaluation_equals_one_process(world_size: int, schedule: Any, stage: int, case: dict[str, Any]) -> None:
+    replicas = world_size // sum(len(group["ranks"]) for group in schedule["groups"])
+    whole = {**case, "batch_size": replicas * case["batch_size"], "train_batch_size": replicas}
+    whole.pop("section", None)
+    expected, predicted, losses = one_process(_evaluate, None, schedule, whole)
+    for metrics, of_rank, trained in ranks(_evaluate, world_size, stage, schedule, case):
+        assert [list(of) for of in metrics] == [list(of) for of in expected]
+        for ours, theirs in zip(metrics, expected, strict=True):
+            np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-5, err_msg=str(theirs))
+        np.testing.assert_allclose(trained, losses, rtol=1e-5)
+        if predicted is not None:
+            for ours, theirs in zip(of_rank, predicted, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
