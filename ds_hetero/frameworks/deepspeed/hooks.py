@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_hetero.engine.adapters import SplitModel
+from ds_hetero.engine.forward_mode import sharding_is_set
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
@@ -196,6 +197,12 @@ def _naming_batch(model: SplitModel | WholeModel) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         split, rank = model.replica.batch_split, model.replica.replica_id
+        if not isinstance(model, WholeModel) and _is_evaluated_whole(model):
+            raise torch.OutOfMemoryError(
+                "this forward in eval() ran on whole sequences, as evaluation in a loop does where "
+                f'"{SECTION}.evaluation" is left out or "whole". "sharded" splits them as in training; all ranks of a '
+                f"replica call the model then. {error}"
+            ) from error
         if split is None or not isinstance(model, WholeModel):
             raise
         raise torch.OutOfMemoryError(
@@ -203,6 +210,11 @@ def _naming_batch(model: SplitModel | WholeModel) -> Iterator[None]:
             f'{list(split.micro_batch_sizes)}. Give it fewer in "{SECTION}.batch", make the global batch smaller, or '
             f"accumulate more steps. {error}"
         ) from error
+
+
+def _is_evaluated_whole(model: SplitModel) -> bool:
+    """Whether a forward runs on whole sequences that could be split."""
+    return not (model.takes_shards or model.evaluates_shards or model.why_evaluated_whole) and sharding_is_set() is None
 
 
 def record_step(hooked: SplitEngine) -> None:

@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ds_hetero.engine.arguments import refusals
+from ds_hetero.engine.evaluation import cannot_be_split
 from ds_hetero.engine.forward_mode import (
     ON_REQUEST,
     ShardedForward,
@@ -254,7 +255,7 @@ class Entrance:
         self._latest = None
         if self._call is not None:
             return None
-        wanted = self._wanted_of(kwargs)
+        wanted = self._wanted_of({**dict(zip(self._names, args, strict=False)), **kwargs})
         has_cache = kwargs.get("past_key_values") is not None and sharding_is_set() is not True
         if wanted is not None or (self._model.takes_shards and not has_cache):
             arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
@@ -302,7 +303,10 @@ class Entrance:
         if arguments.get("past_key_values") is not None:
             return None
         wanted = wanted_results()
-        return ON_REQUEST if wanted is None and self._model.evaluates_shards else wanted
+        if wanted is None and self._model.evaluates_shards:
+            wanted = ON_REQUEST
+        is_of_evaluation = wanted is not None and wanted.on_request
+        return None if is_of_evaluation and cannot_be_split(self._model, arguments) else wanted
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, kwargs: Entries, output: Any, run: Function | None) -> None:
