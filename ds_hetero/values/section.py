@@ -159,13 +159,9 @@ class HeterogeneitySection(BaseModel):
     zero_partition: Literal["uniform", "memory"] | list[float] = "uniform"
     zero_within: Literal["node"] | list[Annotated[int, Field(ge=1, le=MAX_RANKS)]] | None = None
     replan: ReplanSection = ReplanSection()
-<<<<<<< HEAD
     checks: Annotated[ChecksSection, BeforeValidator(_as_checks)] = ChecksSection()
     verify: Literal["first_batch", "always", "off"] | None = None  # the name of "checks" before it; read on
-=======
-    verify: Literal["first_batch", "always", "off"] = "first_batch"
     evaluation: Literal["sharded", "whole"] | None = None
->>>>>>> 09baf3e8 (Evaluation over shards: forwards of an evaluation are cut where the model is entered, and gather on request)
     report: str | None = Field(default=None, min_length=1, max_length=4096)
     elastic: ElasticSection | None = None
 

@@ -47,15 +47,11 @@ SECTION_KEYS: Mapping[str, SectionKey] = {
     "loss": _refused("pipelines compute the loss of the model themselves", None),
     "zero_within": _refused("a plan of pipelines has owners of its own", None),
     "zero_partition": _refused('optimizer state follows "zero.owner_weights" of the plan', "uniform"),
-<<<<<<< HEAD
     "checks.enabled": _FOLLOWED,
     "checks.compare_every": _refused(
         "no rank holds the whole model that the stages would be compared with", "by_cost", "first_batch", "off"
     ),
     "verify": _refused("no rank holds the whole model that the stages would be compared with", None, "off"),
-=======
-    "verify": _refused("no rank holds the whole model that the stages would be compared with", "off"),
     "evaluation": _refused("pipelines evaluate in their stages", None, "sharded"),
->>>>>>> 09baf3e8 (Evaluation over shards: forwards of an evaluation are cut where the model is entered, and gather on request)
     "report": _FOLLOWED,
 }

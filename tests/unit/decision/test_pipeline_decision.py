@@ -71,6 +71,7 @@ ASKED = {
     "placement.mode": {"placement": "documents"},
     "checks.compare_every": {"checks": {"compare_every": 5}},
     "verify": {"verify": "always"},
+    "evaluation": {"evaluation": "whole"},
 }
 
 
