@@ -203,29 +203,34 @@ def _peaks(rank: int, tiles: int | None) -> tuple[int, int, int]:
     return peaks[0], peaks[1], peaks[2]
 
 
-def test_models_and_batches_that_cannot_be_evaluated_over_shards_are_refused() -> None:
-    first, second = run_deepspeed(_refusals, 2)
+def test_batches_and_modules_that_cannot_be_evaluated_over_shards_are_refused() -> None:
+    first, second = run_deepspeed(_give_unequal_batches, 2)
     assert first == second
-    unequal, whole = first
-    assert "a sharded call needs the same whole batch on all ranks of a replica" in unequal
-    assert (
-        'evaluation": "sharded" splits the sequences of an evaluation over ranks, but LlamaForCausalLM runs whole'
-        in whole
-    )
+    assert "a sharded call needs the same whole batch on all ranks of a replica" in first
+    first, second = run_deepspeed(_ask_for_shards_of_samples, 2)
+    assert first == second
+    assert '"sharded" splits the sequences of an evaluation over ranks, but LlamaForCausalLM runs whole' in first
 
 
-def _refusals(rank: int) -> list[str]:
+def _give_unequal_batches(rank: int) -> str:
     from ds_hetero.errors import HeteroError
 
     _, engine = start(llama(), 1, UNEVEN_2, **SHARDED)
     engine.eval()
-    texts = []
     with torch.no_grad(), pytest.raises(HeteroError) as caught:
         engine(**collate(samples(3)[rank : rank + 2]))
-    texts.append(str(caught.value))
+    return str(caught.value)
+
+
+def _ask_for_shards_of_samples(rank: int) -> str:
     import deepspeed
 
+    import ds_hetero
+    from ds_hetero.errors import HeteroError
+
+    ds_hetero.register()
+    model = llama()
     config = {**ds_config(1, None, heterogeneity={"batch": [2, 1], **SHARDED}), "sequence_parallel_size": 1}
     with pytest.raises(HeteroError) as caught:
-        deepspeed.initialize(model=llama(), optimizer=adam(llama()), config=config)
-    return [*texts, str(caught.value)]
+        deepspeed.initialize(model=model, optimizer=adam(model), config=config)
+    return str(caught.value)

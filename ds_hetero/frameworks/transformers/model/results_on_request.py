@@ -19,15 +19,17 @@ Makers = Mapping[str, Callable[[], Any]]
 class _OnRequest:
     """What `results_on_request` puts before a class of outputs."""
 
+    _waiting: dict[str, Callable[[], Any]]
+
     def __getattribute__(self, name: str) -> Any:
         waiting = object.__getattribute__(self, "__dict__").get("_waiting")
         if waiting and name in waiting:
-            _make(self, name)
+            self._make(name)
         return super().__getattribute__(name)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str) and key in self._waiting:
-            _make(self, key)
+            self._make(key)
         return super().__getitem__(key)  # type: ignore[misc]
 
     def __contains__(self, key: object) -> bool:
@@ -40,19 +42,18 @@ class _OnRequest:
     def to_tuple(self) -> tuple[Any, ...]:
         """All entries, in the order in which the model declares them."""
         for name in list(self._waiting):
-            _make(self, name)
+            self._make(name)
         return super().to_tuple()  # type: ignore[misc,no-any-return]
 
-
-def _make(outputs: Any, name: str) -> None:
-    maker = outputs._waiting.pop(name)
-    made = maker()
-    if made is not None:
-        outputs[name] = made
-        present = list(outputs)
-        for known in type(outputs).__dataclass_fields__:  # in this order, whenever an entry was made
+    def _make(self: Any, name: str) -> None:
+        made = self._waiting.pop(name)()
+        if made is None:
+            return
+        self[name] = made
+        present = list(self)
+        for known in type(self).__dataclass_fields__:  # in this order, whenever an entry was made
             if known in present:
-                outputs.move_to_end(known)
+                self.move_to_end(known)
 
 
 @functools.cache
