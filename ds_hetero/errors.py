@@ -10,6 +10,7 @@
       CheckpointError   a checkpoint that cannot be saved, is incomplete, damaged, of two saves, or of another model
       SyncError         replicas whose cuts of a parameter do not fit it or one another; gradients out of turn
       BatchError        a batch that cannot be sharded, or that differs between ranks
+        SamplingError     because ranks, or a job and the one it goes on from, draw other samples than they have to
       StepError         a forward, backward, step or batch that some ranks left out
       VersionError      an installed framework outside the range that works
       DependencyError (also ImportError)   a package that training needs is not installed
@@ -57,6 +58,10 @@ class SyncError(HeteroError):
 
 class BatchError(HeteroError):
     """A batch cannot be sharded, or the ranks do not hold the same one."""
+
+
+class SamplingError(BatchError):
+    """Samples would be trained on twice or never: ranks, or a job that goes on, draw others than they have to."""
 
 
 class StepError(HeteroError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -255,7 +256,10 @@ def clusters_of_replicas(
     return tuple(cluster.part(first, first + size) for first, size in zip(firsts, sizes, strict=True))
 
 
+logger = logging.getLogger(__name__)
+
 COST_MODEL = "calibrated"
+_FEWEST_TOKENS = 1024  # below, what does not fit is the model, not its sequences
 
 
 class Searcher:
@@ -279,7 +283,7 @@ class Searcher:
         except PlanError as error:
             raise PlanError(
                 f'{error} It was planned for sequences of {self._workload.seq_len} tokens; set "{SECTION}.seq_len" to '
-                "what you train, or leave it out for the model's max_position_embeddings."
+                "the tokens of the sequences you train. Without that key they are the model's max_position_embeddings."
             ) from None
         return self.planned[cluster].schedule
 
@@ -403,7 +407,34 @@ def decide(
         return JobStart(facts=facts, plan=searched.plan, searched=searched)
     if plan is not None and is_of_pipelines(plan, facts.section):
         return JobStart(facts=facts, plan=plan)
-    return _decide_replicas(_Job(facts, world_size, measured or _described_cluster(facts.section), on_host), plan)
+    return _decide_tokens(_Job(facts, world_size, measured or _described_cluster(facts.section), on_host), plan)
+
+
+def _decide_tokens(job: _Job, plan: Plan | None) -> JobStart:
+    """`_decide_replicas`; for fewer tokens where the section does not say how many, and the model's most do not fit.
+
+    A configuration names all tokens that a model can take, 131,072 in many, of which most jobs train a small part.
+    """
+    section, tokens = job.facts.section, job.facts.model.max_seq_len
+    try:
+        return _decide_replicas(job, plan)
+    except PlanError:
+        if section.seq_len is not None or tokens is None or plan is not None:
+            raise
+        fewer = tokens
+        while (fewer := fewer // 2) >= _FEWEST_TOKENS:
+            with contextlib.suppress(PlanError):
+                facts = replace(job.facts, section=replace(section, seq_len=fewer))
+                start = _decide_replicas(replace(job, facts=facts), plan)
+                logger.warning(
+                    "planned for sequences of %d tokens, since the %d of the model's max_position_embeddings do not "
+                    'fit. Set "seq_len" in the "%s" section to the tokens of the sequences you train',
+                    fewer,
+                    tokens,
+                    SECTION,
+                )
+                return start
+        raise
 
 
 def _decide_replicas(job: _Job, plan: Plan | None) -> JobStart:

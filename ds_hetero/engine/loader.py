@@ -9,6 +9,7 @@ The loaders, samplers and datasets of the frameworks, by their attributes; see `
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,6 +74,7 @@ class ModelLoader(ShardedLoader):
 
     def __iter__(self) -> Iterator[Any]:
         self._expect_split_model()
+        note_reading(self.whole, shards=self._model.takes_shards and not self._model.evaluates_shards)
         if self._model.evaluates_shards:
             for batch in self.whole:
                 check_evaluated(self._model, batch)
@@ -107,6 +109,21 @@ class ModelLoader(ShardedLoader):
             self._model.checks.check_batches_of_ranks(self._batches.take_kept())
 
 
+_READS_SHARDS = "ds_hetero_reads_shards"  # attribute of the loader of a framework that one of ours reads
+
+
+def note_reading(dataloader: object, *, shards: bool) -> None:
+    """Note whether what is read from a framework's loader now becomes shards, or stays whole on a replica's ranks."""
+    with contextlib.suppress(AttributeError):  # of lists and generators, which no framework counts
+        setattr(dataloader, _READS_SHARDS, shards)
+
+
+def reads_shards(dataloader: object) -> bool | None:
+    """Value that `note_reading` noted last; None for a loader that none of ours reads."""
+    shards: bool | None = getattr(dataloader, _READS_SHARDS, None)
+    return shards
+
+
 class WholeLoader(LoaderAround):
     """The wrapped loader's batches on ``device``, for a model that is not split, or that is called by sharded calls.
 
@@ -120,6 +137,7 @@ class WholeLoader(LoaderAround):
         self._target, self._model = device, model
 
     def __iter__(self) -> Iterator[Any]:
+        note_reading(self.dataloader, shards=False)
         for batch in self.dataloader:
             if self._model is not None:
                 self._verify(self._model, batch)

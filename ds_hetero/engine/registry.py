@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -107,6 +108,7 @@ class Registry:
         self.process_groups = ProcessGroups()  # made so far; plans to come use them again
         self.clusters = MeasuredClusters()  # the live ranks, as far as they were measured
         self._num_records = 0
+        self._has_said_stock = False
 
     @property
     def latest(self) -> PreparedModel | None:
@@ -137,6 +139,22 @@ class Registry:
     def in_training(self) -> list[PreparedModel]:
         """The models prepared with a section whose engines exist, oldest first."""
         return [prepared for prepared in self._prepared.all() if not prepared.is_destroyed]
+
+    def say_stock(self, where: str, *, is_alone: bool = False) -> None:
+        """Say on rank 0, once, that training is stock although this engine is registered.
+
+        Args:
+            where: the configuration is missing, or has no section.
+            is_alone: ranks know nothing of each other, so that each trains the whole job.
+        """
+        num_ranks, is_first = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+        if num_ranks == 1 or not is_first or self._has_said_stock or self._prepared.all():
+            return
+        self._has_said_stock = True
+        announce(
+            f'registered, but {where}: without a "{SECTION}" section this training is stock.'
+            + (f" Each of the {num_ranks} ranks trains the whole job by itself." if is_alone else "")
+        )
 
     def note_unsplit(self, model: nn.Module | None) -> None:
         """``model`` was prepared without a section."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import accelerate.accelerator
@@ -27,15 +29,16 @@ from accelerate.utils import (
     DistributedType,
     DummyScheduler,
     ParallelismConfig,
+    gather_object,
     recursively_apply,
 )
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ds_hetero.engine.ds_config import enabled, read_training_facts, says_batches, size_of_configuration
-from ds_hetero.engine.loader import LoaderByMode, WholeLoader
+from ds_hetero.engine.loader import LoaderByMode, WholeLoader, reads_shards
 from ds_hetero.engine.model_calls import calls_of
-from ds_hetero.engine.patching import Function, around
+from ds_hetero.engine.patching import Function, Patches, around
 from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ConfigError
@@ -46,6 +49,7 @@ from ds_hetero.runtime.pipeline.batches import SameBatches
 
 _sharding: ContextVar[_Sharding | None] = ContextVar("_sharding", default=None)
 _latest: weakref.ref[Accelerator] | None = None  # that has prepared a model for this engine
+_made_after_registration: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 _replica_size: ContextVar[int] = ContextVar("_replica_size", default=1)  # ranks of which numbers are gathered once
 
 
@@ -64,10 +68,14 @@ def install(registry: Registry) -> None:
     replace = registry.patches.replace
     replace(accelerate.Accelerator, "__init__", around(_count_processes))
     replace(accelerate.Accelerator, "_prepare_deepspeed", around(_prepare, registry))
+    replace(accelerate.Accelerator, "prepare", around(_say_whether_shared, registry))
     replace(AcceleratedScheduler, "step", around(_step))
+    replace(accelerate.Accelerator, "gather_for_metrics", around(_gather_for_metrics))
+    replace(accelerate.accelerator, "gather_object", gathered_from_replicas)
     replace(accelerate.accelerator, "prepare_data_loader", around(_prepare_data_loader))
     for module in (accelerate, accelerate.accelerator, accelerate.data_loader):
         replace(module, "skip_first_batches", skip_first_batches)
+    _replace_wherever_imported(registry.patches, accelerate.data_loader, "skip_first_batches", skip_first_batches)
 
 
 def asks_for_engine(accelerator: Accelerator) -> bool:
@@ -138,6 +146,35 @@ def _gather_from_replicas(stock: Function, values: Any) -> object:
 gathered_from_replicas = around(_gather_from_replicas)
 
 
+def _gather_for_metrics(
+    stock: Function, accelerator: Accelerator, input_data: Any, use_gather_object: bool = False
+) -> object:
+    """Each row once, the last, short batch too: the ranks of a replica hold the same rows, or parts of each.
+
+    Stock counts ranks that all hold rows of their own, and cuts off what is too much of the last batch, also where
+    ranks gather numbers and not rows. On shards every rank has something to say of the batch, and nothing is cut off.
+    """
+    shards = reads_shards(accelerator.gradient_state.active_dataloader)
+    size = accelerator.parallelism_config.sp_size if accelerator.parallelism_config is not None else 1
+    if shards is None or size == 1 or not asks_for_engine(accelerator):
+        return stock(accelerator, input_data, use_gather_object)
+    if not shards:
+        is_gathering = _replica_size.get() > 1
+        with contextlib.nullcontext() if is_gathering else gathering_over_replicas(accelerator):
+            return stock(accelerator, input_data, use_gather_object)
+    if use_gather_object or not _is_of_tensors(input_data):
+        return gather_object(input_data)
+    return accelerator.gather(input_data)
+
+
+def _is_of_tensors(data: object) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
 _REDUCTIONS: dict[str, Any] = {
     "sum": Tensor.sum,
     "none": Tensor.sum,
@@ -189,9 +226,24 @@ def _skip_first_batches(stock: Function, dataloader: Any, num_batches: int = 0) 
 skip_first_batches = around(_skip_first_batches)
 
 
+def _replace_wherever_imported(patches: Patches, module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace a function for those, too, who imported it by its name before: its code is exchanged, not its name."""
+    function: FunctionType = inspect.unwrap(vars(module)[name])  # also where the name is replaced
+    code, replacement = function.__code__, f"_ds_hetero_{name}"
+    stock = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+    source = f"def {name}(*args, **kwargs):\n    return {replacement}(*args, **kwargs)\n"
+    made: dict[str, Any] = {}
+    exec(compile(source, __file__, "exec"), {}, made)
+    patches.add(module, replacement, make(stock))
+    function.__code__ = made[name].__code__
+    patches.on_undo(lambda: setattr(function, "__code__", code))
+
+
 def _count_processes(stock: Function, accelerator: Accelerator, *args: object, **kwargs: object) -> None:
     """Where there is no GPU, accelerate takes every rank of a DeepSpeed job for the only process; count them."""
     stock(accelerator, *args, **_with_parallelism(kwargs))
+    _made_after_registration.add(accelerator)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         agree_on_configuration(accelerator.state.deepspeed_plugin.deepspeed_config)
     if asks_for_engine(accelerator) and accelerator.state.backend is None and dist.is_initialized():
@@ -226,6 +278,17 @@ def size_of_accelerate() -> int | None:
     return None if parallelism is None or parallelism.sp_size == 1 else int(parallelism.sp_size)
 
 
+def _say_whether_shared(
+    registry: Registry, stock: Function, accelerator: Accelerator, *objects: object, **kwargs: object
+) -> object:
+    """Around ``Accelerator.prepare``: say where this engine has no part in the training of several ranks."""
+    if any(isinstance(one, nn.Module) for one in objects) and not asks_for_engine(accelerator):
+        plugin = accelerator.state.deepspeed_plugin
+        where = "the Accelerator has no DeepSpeedPlugin" if plugin is None else "its DeepSpeedPlugin has none"
+        registry.say_stock(where, is_alone=accelerator.num_processes == 1)
+    return stock(accelerator, *objects, **kwargs)
+
+
 def _prepare(registry: Registry, stock: Function, accelerator: Accelerator, *args: object) -> object:
     """The configuration is known here, before the model is registered and the loaders are wrapped."""
     if not asks_for_engine(accelerator) or not any(isinstance(obj, nn.Module) for obj in args):
@@ -236,6 +299,12 @@ def _prepare(registry: Registry, stock: Function, accelerator: Accelerator, *arg
     by_batches = says_batches(ds_config)
     if by_batches:
         _complete_batch_sizes(ds_config, args)
+    elif sp_size == 1 and dist.get_world_size() > 1 and accelerator not in _made_after_registration:
+        raise ConfigError(
+            "ds_hetero.register() was called after the Accelerator was made (a Trainer makes its own in its __init__, "
+            "and so do TRL's trainers), which has counted ranks and read the configuration without it. Call "
+            "ds_hetero.register() before the Trainer or the Accelerator is made."
+        )
     elif sp_size == 1 and dist.get_world_size() > 1:
         raise ConfigError(_why_not_split(ds_config, parallelism is not None))
     batches = registry.request_of(ds_config).batches_of(dist.get_rank())
@@ -325,6 +394,12 @@ def _prepare_data_loader(stock: Function, dataloader: Any, *args: object, **kwar
         dataloader = replica_samples(dataloader, batches.split, batches.replica_id, is_of_rank=sharding.sp_size == 1)
         num_replicas, replica = 1, 0  # nothing is left to shard
     kwargs.update(num_processes=num_replicas, process_index=replica)
+    if kwargs.get("dispatch_batches"):
+        raise ConfigError(
+            "dispatch_batches=True (of accelerator_config, or of DataLoaderConfiguration) lets rank 0 read all batches "
+            "and deal them out to ranks, which share each sequence here. Leave dispatch_batches out, or set it to "
+            "False: every rank reads the same batches, and keeps its part."
+        )
     if isinstance(dataloader.dataset, IterableDataset) and kwargs.get("dispatch_batches") is None:
         kwargs["dispatch_batches"] = False  # a dispatcher deals batches out to ranks
     if num_replicas == 1 and not sharding.evaluates:

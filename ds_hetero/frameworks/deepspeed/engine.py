@@ -129,6 +129,7 @@ def _initialize(registry: Registry, ulysses: _Ulysses, stock: Function, *args: o
             raise pending.error
         elastic.refuse_other_engines(f'an engine without a "{SECTION}" section')
         registry.note_unsplit(given.get("model"))
+        registry.say_stock("deepspeed.initialize was given none")
         return stock(*args, **kwargs)
     if pending is not None:
         pending.cancel()
@@ -187,11 +188,22 @@ class EngineInstaller(Installer):
             hooked.checks = StepChecks(checks_of_model(hooked))
         return hooked, built
 
+    def _batch_configuration(self) -> DsConfig:
+        """The configuration; of an engine that trains nothing, without a global batch.
+
+        A reference model is given that of the trained one, in which transformers counts ranks in "train_batch_size":
+        "auto", and accelerate corrects it for the engine that is trained alone.
+        """
+        trains = self._given.get("optimizer") is not None or "optimizer" in self._ds_config
+        if trains or self._ds_config.get("train_micro_batch_size_per_gpu") is None:
+            return self._ds_config
+        return {key: value for key, value in self._ds_config.items() if key != "train_batch_size"}
+
     @waiting_for_peers("building the engine")
     def _build(self, prepared: PreparedModel, sp_size: int | None) -> tuple[Any, ...]:
         """Let stock build the engine without sequence parallelism and with our ZeRO optimizers."""
         replica = prepared.model.replica
-        config = plain_configuration(self._ds_config, replica, sp_size)
+        config = plain_configuration(self._batch_configuration(), replica, sp_size)
         weights, nodes = optimizers.agree_on_owners(
             prepared.start, self._ds_config, prepared.model.model, self._given.get("optimizer")
         )

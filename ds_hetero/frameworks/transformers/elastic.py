@@ -28,7 +28,8 @@ from ds_hetero.engine.adapters import ElasticState
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import CheckpointError
-from ds_hetero.runtime.data.epochs import drawing_from
+from ds_hetero.frameworks.transformers.resumed_epochs import epochs_of, write_epoch
+from ds_hetero.runtime.data.epochs import drawing_from, process_states, set_process_states
 
 _trainings: dict[str, _Training] = {}  # that are under way, by the folder of each
 
@@ -63,6 +64,8 @@ class _Training:
             if own["device_random"] is not None and torch.cuda.is_available():
                 torch.cuda.set_rng_state(own["device_random"])
             self._trainer._save_rng_state(str(folder))
+        if state.get("epoch") is not None:
+            write_epoch(state["epoch"], folder)
         self._running, self._derived = state["running"], state["derived"]
 
     def is_of(self, trainer: Trainer) -> bool:
@@ -117,6 +120,7 @@ class _Training:
         return {
             "state": json.dumps(state, indent=2, sort_keys=True),
             "scheduler": trainer.lr_scheduler.state_dict(),
+            "epoch": epochs_of(trainer).state(),
             "running": {name: one.item() if isinstance(one, torch.Tensor) else one for name, one in running.items()},
             "derived": self._registry.adapters.trainers.running_state(trainer),
         }
@@ -171,7 +175,11 @@ def save_after(stock: Function, trainer: Trainer, *args: object, **kwargs: objec
 def load_from_memory(stock: Function, engine: Any, checkpoint_path: str, *args: object, **kwargs: object) -> None:
     """Around what loads DeepSpeed's checkpoint: read the one in memory where the folder stands for it."""
     training = _trainings.get(str(checkpoint_path))
-    if training is None:
-        stock(engine, checkpoint_path, *args, **kwargs)
-    else:
+    if training is not None:
         training.load()
+        return
+    # The Trainer puts random states back for itself, after it has begun the epoch; see `resumed_epochs`. The engine's
+    # checkpoint does so at once, and the order of the epoch would be drawn from the states of its middle.
+    states = process_states()
+    stock(engine, checkpoint_path, *args, **kwargs)
+    set_process_states(states)

@@ -45,7 +45,20 @@ def is_sharded(registry: Registry, trainer: Trainer) -> bool:
 
 def loss_from_logits(trainer: Trainer) -> bool:
     """Whether the Trainer makes the loss from the logits and labels of whole sequences."""
-    return trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    by_stock = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    return by_stock or _computes_from_labels(type(trainer).compute_loss)
+
+
+def _computes_from_labels(compute_loss: Function) -> bool:
+    """Whether a ``compute_loss`` of a script's own takes ``labels`` out of the batch, and leaves nothing to stock's.
+
+    That is how transformers' documentation writes one: it is given whole batches and all logits. The code that is
+    looked at is the function's own: its names hold those of the attributes it reads, ``super().compute_loss`` too.
+    """
+    code = getattr(inspect.unwrap(compute_loss), "__code__", None)
+    if code is None or compute_loss.__module__.partition(".")[0] in (*_OF_LIBRARIES, "ds_hetero"):
+        return False
+    return "labels" in code.co_consts and "compute_loss" not in code.co_names
 
 
 def accepts_loss_kwargs(trainer: Trainer) -> bool:

@@ -10,10 +10,10 @@ evaluation are those of one process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,22 @@ import torch.distributed as dist
 import transformers.trainer
 from packaging.version import Version
 from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.forward_mode import Wanted, sharded_calls, sharding, wanted_results
 from ds_hetero.engine.loader import stands_for_none
 from ds_hetero.engine.patching import Function, around
 from ds_hetero.engine.registry import Registry
-from ds_hetero.errors import BatchError, CheckpointError, ConfigError, HeteroError, PeerError, VersionError
+from ds_hetero.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    HeteroError,
+    PeerError,
+    SamplingError,
+    VersionError,
+)
 from ds_hetero.frameworks.transformers.elastic import load_from_memory, save_after, train_from_memory
 from ds_hetero.frameworks.transformers.evaluation import (
     accepts_loss_kwargs,
@@ -38,6 +47,8 @@ from ds_hetero.frameworks.transformers.evaluation import (
     loss_from_logits,
     run_evaluation_loop,
 )
+from ds_hetero.frameworks.transformers.resumed_epochs import epochs_of, forget_epochs, run_epoch, save_epoch
+from ds_hetero.frameworks.transformers.train_loader import CountedLoader, count_batches, making_train_loader
 from ds_hetero.frameworks.transformers.unlike_batches import (
     Filler,
     complete_configuration,
@@ -49,8 +60,10 @@ from ds_hetero.job.checkpoints import why_not_written
 from ds_hetero.job.start import ReplicaBatches
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
+from ds_hetero.runtime.data.shard_info import attach, shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
 from ds_hetero.runtime.loss import cross_entropy_sum, sequence_parallel_loss
+from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE
 
 # Before this release the Trainer rounds the number of labels that it divides such losses by.
@@ -149,6 +162,8 @@ def naming_trainer(trainer: Trainer) -> Iterator[None]:
     """Say in a `BatchError` inside whose batches they are."""
     try:
         yield
+    except SamplingError:  # nothing of what is in a batch
+        raise
     except BatchError as error:
         raise BatchError(
             f"the batches of {type(trainer).__name__} cannot be split over the sequence: {error} {_WITHOUT}"
@@ -170,8 +185,11 @@ def install(registry: Registry) -> None:
     replace(Trainer, "__init__", around(_note_constructed, registry))
     replace(Trainer, "_inner_training_loop", around(_accumulate_micro_steps, registry))
     replace(Trainer, "_get_dataloader", around(_get_dataloader, registry))
+    replace(Trainer, "_run_epoch", around(run_epoch, registry))
     replace(Trainer, "set_initial_training_values", around(_set_initial_training_values, registry))
     replace(Trainer, "get_batch_samples", around(_get_batch_samples, registry))
+    replace(Trainer, "_prepare_inputs", around(_prepare_inputs))
+    replace(Trainer, "_get_train_sampler", around(_get_train_sampler, registry))
     replace(Trainer, "compute_loss", around(_compute_loss, registry))
     replace(Trainer, "_track_num_input_tokens", around(_track_num_input_tokens))
     replace(transformers.trainer, "skip_first_batches", registry.adapters.processes.skip_first_batches)
@@ -179,6 +197,7 @@ def install(registry: Registry) -> None:
     for name in ("evaluate", "predict"):
         replace(Trainer, name, around(_evaluate, registry))
     replace(Trainer, "evaluation_loop", around(run_evaluation_loop, registry))
+    replace(Trainer, "_save_rng_state", around(_save_rng_state, registry))
     replace(Trainer, "save_model", around(_save_stages, registry))
     for name in ("save_model", "_save_optimizer_and_scheduler", "_save_rng_state"):
         replace(Trainer, name, around(_fail_together, registry))
@@ -209,7 +228,43 @@ def _accumulate_micro_steps(registry: Registry, stock: Function, *args: object, 
         expect_splittable(trainer)
     elif takes_unlike_batches(registry, trainer):
         expect_plain_samples(trainer, of_sequences=registry.adapters.trainers.needs_whole_sequences(trainer))
+    else:
+        _say_whether_shared(registry, trainer)
     batches = _replica_batches(registry, trainer)
+    with _making_loaders(registry, trainer, batches):
+        return _train(registry, functools.partial(stock, *args, **kwargs), trainer, arguments, is_whole, batches)
+
+
+def _say_whether_shared(registry: Registry, trainer: Trainer) -> None:
+    """Say where this engine has no part in the training of several ranks."""
+    if not registry.adapters.processes.asks_for_engine(trainer.accelerator):
+        given = trainer.args.deepspeed
+        where = "TrainingArguments have no deepspeed=" if given is None else "deepspeed= of TrainingArguments has none"
+        registry.say_stock(where, is_alone=trainer.accelerator.num_processes == 1)
+
+
+@contextlib.contextmanager
+def _making_loaders(registry: Registry, trainer: Trainer, batches: ReplicaBatches | None) -> Iterator[None]:
+    """Let the training loader be made for the replicas, also by a ``get_train_dataloader`` of the script's own."""
+    is_unlike = takes_unlike_batches(registry, trainer)
+    if not (is_unlike or is_sharded(registry, trainer)):
+        yield
+        return
+    sp_size, over_replicas = trainer.get_sp_size(), registry.adapters.processes.loaders_over_replicas
+    preparing = functools.partial(over_replicas, sp_size, batches)
+    with making_train_loader(trainer, preparing, batches, is_of_rank=sp_size == 1):
+        yield
+
+
+def _train(
+    registry: Registry,
+    train: Callable[[], object],
+    trainer: Trainer,
+    arguments: Any,
+    is_whole: bool,
+    batches: ReplicaBatches | None,
+) -> object:
+    """Train with as many micro-batches per step as the busiest replica has."""
     if is_whole and batches is not None:
         raise ConfigError(
             f"{type(trainer).__name__} computes its loss from whole sequences, by which replicas weigh alike, but "
@@ -219,7 +274,7 @@ def _accumulate_micro_steps(registry: Registry, stock: Function, *args: object, 
     if batches is None:
         alone = sharding(False) if _is_alone(registry, trainer) else contextlib.nullcontext()
         with calls_sharded(registry, trainer) if is_whole else alone:
-            return stock(*args, **kwargs)
+            return train()
     if not arguments.average_tokens_across_devices:
         raise ConfigError(
             "average_tokens_across_devices=False weighs replicas alike, but these take different batches "
@@ -228,7 +283,7 @@ def _accumulate_micro_steps(registry: Registry, stock: Function, *args: object, 
     steps = arguments.gradient_accumulation_steps
     arguments.gradient_accumulation_steps = batches.split.micro_steps
     try:
-        return stock(*args, **kwargs)
+        return train()
     finally:
         arguments.gradient_accumulation_steps = steps
 
@@ -252,35 +307,74 @@ def _get_dataloader(registry: Registry, stock: Function, trainer: Trainer, *args
     if not over_replicas or not (is_unlike or is_sharded(registry, trainer)):
         return stock(trainer, *args, **kwargs)
     with loaders_over_replicas(trainer.get_sp_size(), _replica_batches(registry, trainer)):
-        return stock(trainer, *args, **kwargs)
+        loader = stock(trainer, *args, **kwargs)
+    _seed_workers_by_replica(trainer, loader)
+    return loader
+
+
+def _seed_workers_by_replica(trainer: Trainer, loader: Any) -> None:
+    """Let workers of all ranks of a replica draw alike: of the masks of a collator, say.
+
+    The Trainer seeds workers by rank (`Trainer._get_dataloader`, ``seed_worker``).
+    """
+    loader = getattr(loader, "base_dataloader", loader)
+    seed = loader.worker_init_fn
+    if isinstance(seed, functools.partial) and "rank" in seed.keywords:
+        replica = seed.keywords["rank"] // trainer.get_sp_size()
+        loader.worker_init_fn = functools.partial(seed.func, *seed.args, **{**seed.keywords, "rank": replica})
+
+
+def _get_train_sampler(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> Any:
+    """``group_by_length`` sorts as many batches as one process has in a step, of all replicas."""
+    sampler = stock(trainer, *args, **kwargs)
+    if isinstance(sampler, LengthGroupedSampler):
+        batches = _replica_batches(registry, trainer)
+        if batches is not None:
+            sampler.batch_size = batches.split.samples
+        elif is_sharded(registry, trainer) and not registry.is_pipelined(trainer.model):
+            sampler.batch_size *= dist.get_world_size() // trainer.get_sp_size()
+    return sampler
+
+
+def _prepare_inputs(stock: Function, trainer: Trainer, inputs: Any) -> Any:
+    """Where the Trainer copies a shard, to another device or type, the copy of its positions is marked as they are."""
+    prepared = stock(trainer, inputs)
+    info = shard_info(inputs.get("position_ids")) if isinstance(inputs, Mapping) else None
+    if info is not None and isinstance(prepared, Mapping):
+        attach(prepared["position_ids"], info)
+    return prepared
 
 
 def _set_initial_training_values(
     registry: Registry, stock: Function, trainer: Trainer, args: Any, dataloader: Any
 ) -> object:
     """Stock expects its loader adapter to yield every batch once per rank; ours yields it once."""
+    in_turn_of, counted = 1, dataloader
+    if is_sharded(registry, trainer) and not registry.is_pipelined(trainer.model) and reader_of(dataloader) is None:
+        length = count_batches(trainer, dataloader)
+        in_turn_of, counted = length.in_turn_of, CountedLoader(dataloader.dataset, length.batches)
+    if registry.adapters.processes.asks_for_engine(trainer.accelerator):
+        forget_epochs(trainer)
+        epochs_of(trainer).watch(dataloader, in_turn_of=in_turn_of)
     if not (is_sharded(registry, trainer) or takes_unlike_batches(registry, trainer)):
         return stock(trainer, args, dataloader)
     samples, reader = trainer.get_total_train_batch_size(args), reader_of(dataloader)
     if reader is not None:
-        samples, dataloader = reader.split.samples, _MicroSteps(dataloader.dataset, reader)
+        samples, counted = reader.split.samples, CountedLoader(dataloader.dataset, _micro_steps_in_epoch(reader))
     trainer.get_sp_size = lambda: 1
     trainer.get_total_train_batch_size = lambda args: samples
     try:
-        return stock(trainer, args, dataloader)
+        return stock(trainer, args, counted)
     finally:
         del trainer.get_sp_size, trainer.get_total_train_batch_size
 
 
-@dataclass(frozen=True)
-class _MicroSteps:
-    """A loader for counting: as long as the one that the model will be given, where replicas take different batches."""
-
-    dataset: Any
-    reader: ReplicaSampler | ReplicaStream
-
-    def __len__(self) -> int:
-        return steps_in_epoch(self.reader) * self.reader.split.micro_steps
+def _micro_steps_in_epoch(reader: ReplicaSampler | ReplicaStream) -> int | None:
+    """Of the loader that the model will be given; None where the samples are not counted."""
+    try:
+        return steps_in_epoch(reader) * reader.split.micro_steps
+    except TypeError:
+        return None
 
 
 def _get_batch_samples(
@@ -290,6 +384,14 @@ def _get_batch_samples(
 
     Batches are drawn before the Trainer sets the model to training, and must be shards nevertheless.
     """
+    batches, items = _draw_batches(registry, stock, trainer, epoch_iterator, num_batches, device)
+    epochs_of(trainer).use(len(batches))
+    return batches, items
+
+
+def _draw_batches(
+    registry: Registry, stock: Function, trainer: Trainer, epoch_iterator: Any, num_batches: int, device: torch.device
+) -> Any:
     if (unlike := unlike_steps(registry, trainer)) is not None:
         _say_whether_scaled(trainer, scaled=True)
         return unlike.take(epoch_iterator, num_batches, device)
@@ -307,6 +409,8 @@ def _get_batch_samples(
         return batches, None
     for batch in batches:
         expect_labels(trainer, batch)
+    if not accepts_loss_kwargs(trainer):  # one process weighs micro-batches alike: see `_labels_of_micro_batch`
+        return batches, None
     items = torch.as_tensor(sum(batch["shift_labels"].ne(IGNORE_INDEX).sum() for batch in batches), device=device)
     if trainer.args.average_tokens_across_devices:
         dist.all_reduce(items)
@@ -339,20 +443,65 @@ def _compute_loss(
         _say_whether_scaled(trainer, scaled=True)
         return (loss, outputs) if return_outputs else loss
     split = _shared_by_ranks(registry, trainer)
+    if split is not None and wanted_results() is not None and _smooths_alike(trainer, inputs, num_items_in_batch):
+        return _smoothed(functools.partial(stock, trainer, model), trainer, split.replica, inputs, return_outputs)
     if split is None or not split.takes_shards or wanted_results() is not None:
         return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
     labels = inputs["shift_labels"]
+    is_scaled = num_items_in_batch is not None
+    if not is_scaled:
+        num_items_in_batch = _labels_of_micro_batch(trainer, split.replica, labels.ne(IGNORE_INDEX).sum())
     for_model = {} if split.shifts_labels_itself else {"labels": labels}
     outputs = model(**{**for_model, **inputs})
-    loss = _loss_of_shard(registry, trainer, split, outputs, labels, num_items_in_batch)
-    _say_whether_scaled(trainer, scaled=num_items_in_batch is not None)
+    loss = _loss_of_shard(registry, trainer, split, outputs, labels, num_items_in_batch, of_step=is_scaled)
+    _say_whether_scaled(trainer, scaled=is_scaled)
     return (loss, outputs) if return_outputs else loss
 
 
+def _smooths_alike(trainer: Trainer, inputs: Any, num_items: Any) -> bool:
+    """Whether a loss of label smoothing is a mean over the labels of a replica's micro-batch, in training."""
+    smooths = trainer.label_smoother is not None and trainer.compute_loss_func is None
+    return smooths and num_items is None and "labels" in inputs and bool(trainer.model.training)
+
+
+def _smoothed(compute: Any, trainer: Trainer, replica: Replica, inputs: Any, return_outputs: bool) -> Any:
+    """The loss of label smoothing, whose replicas are weighed by their labels."""
+    labels = inputs["labels"]
+    own = labels[..., 1:] if getattr(trainer, "_loss_shifts_labels", True) else labels
+    num_labels = own.ne(IGNORE_INDEX).sum() if labels.dim() > 1 else torch.tensor(labels.numel(), device=labels.device)
+    of_all = _labels_of_micro_batch(trainer, replica, num_labels)
+    loss, outputs = compute({**inputs}, True)
+    if of_all is not None:
+        loss = loss * (num_labels * dist.get_world_size() / of_all.clamp(min=1))
+    return (loss, outputs) if return_outputs else loss
+
+
+def _labels_of_micro_batch(trainer: Trainer, replica: Replica, num_labels: torch.Tensor) -> torch.Tensor | None:
+    """Labels of a micro-batch over all replicas, which share it; None where each is to weigh alike, or there is one.
+
+    A model that does not take ``num_items_in_batch`` (``accepts_loss_kwargs = False``, or a forward without
+    ``**kwargs``) returns the mean of its micro-batch, and the Trainer takes the mean of these.
+
+    Caller: every rank of the world. Collectives: one all_reduce of a number, where there are several replicas.
+    """
+    if replica.num_replicas == 1 or not trainer.args.average_tokens_across_devices:
+        return None
+    num_labels = num_labels.clone()
+    dist.all_reduce(num_labels)
+    return num_labels
+
+
 def _loss_of_shard(
-    registry: Registry, trainer: Trainer, split: SplitModel, outputs: Any, labels: torch.Tensor, num_items: Any
+    registry: Registry,
+    trainer: Trainer,
+    split: SplitModel,
+    outputs: Any,
+    labels: torch.Tensor,
+    num_items: Any,
+    *,
+    of_step: bool,
 ) -> torch.Tensor:
-    """The loss of the sequences that this rank has a shard of."""
+    """The loss of the sequences that this rank has a shard of; ``num_items`` of the step, or of the micro-batch."""
     num_tokens = labels.ne(IGNORE_INDEX).sum()
     of_routers = num_tokens * split.router_term(outputs)  # no part of a mean over the tokens of a step
     if split.shifts_labels_itself:
@@ -362,7 +511,7 @@ def _loss_of_shard(
     with split.clock.phase(IDLE, "loss"):
         loss = sequence_parallel_loss(loss_sum, num_tokens, split.replica, num_items)
         if getattr(outputs, "aux_loss", None) is not None:
-            is_mean = num_items is not None and registry.adapters.trainers.averages_router_losses(trainer)
+            is_mean = of_step and registry.adapters.trainers.averages_router_losses(trainer)
             of_routers = of_routers / (trainer.current_gradient_accumulation_steps if is_mean else 1)
             loss = loss + sequence_parallel_loss(of_routers, num_tokens, split.replica)
     return loss
@@ -413,6 +562,13 @@ def _save_stages(
         if trainer.processing_class is not None:
             trainer.processing_class.save_pretrained(folder)
         torch.save(trainer.args, Path(folder, "training_args.bin"))
+
+
+def _save_rng_state(registry: Registry, stock: Function, trainer: Trainer, output_dir: str) -> None:
+    """With the random states, those with which the epoch began: it is to be begun again."""
+    stock(trainer, output_dir)
+    if registry.adapters.processes.asks_for_engine(trainer.accelerator):
+        save_epoch(trainer, Path(output_dir))
 
 
 def _fail_together(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> None:

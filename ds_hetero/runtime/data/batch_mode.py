@@ -12,6 +12,7 @@ Where a loader keeps its parts, described by attribute names, since loaders have
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -22,7 +23,8 @@ from ds_hetero.errors import BatchError
 SHARED, OWN, DIVIDED = "same", "own", "dealt"  # as users and saved states write them
 
 _REMEDY = (
-    'Say which it is: batches="same" (all ranks of a replica are given the same batch) or batches="own" (each another).'
+    'Say which it is in handle.dataloader(loader, batches=...): "same" (all ranks of a replica get the same batch) '
+    'or "own" (each another); a Trainer\'s loader has a sampler with num_replicas and rank, as DistributedSampler.'
 )
 
 
@@ -52,6 +54,14 @@ class LoaderReport:
     first: str | None = None  # checksum of the first batch, "" without one; None before it is looked at
 
 
+_noted: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def note_mode(dataloader: Any, mode: str) -> None:
+    """All ranks have found the mode of this loader already; on every rank."""
+    _noted[dataloader] = mode
+
+
 def describe_loader(dataloader: Any, names: LoaderNames, replica: int, requested: str | None = None) -> LoaderReport:
     """Describe ``dataloader`` without reading from it."""
     shards = names.shards_of(dataloader)
@@ -62,11 +72,18 @@ def describe_loader(dataloader: Any, names: LoaderNames, replica: int, requested
         length = None
     return LoaderReport(
         replica=replica,
-        requested=requested,
+        requested=requested or _noted_mode(dataloader),
         shards=shards,
         unsharded_by=names.always_shards(dataloader) if map_style and not shards else None,
         length=length,
     )
+
+
+def _noted_mode(dataloader: Any) -> str | None:
+    try:
+        return _noted.get(dataloader)
+    except TypeError:  # no object of its own that can be remembered, as a list of batches
+        return None
 
 
 def decide_batch_mode(reports: Sequence[LoaderReport]) -> tuple[str | None, str]:
@@ -224,7 +241,7 @@ class LoaderNames:
 
 
 TORCH_LOADERS = LoaderNames(
-    wrapped=("batch_sampler", "sampler", "dataset", "loader"),
+    wrapped=("batch_sampler", "sampler", "dataset", "loader", "noted"),
     shards=(("num_replicas", "rank"),),  # DistributedSampler
     with_epoch=("batch_sampler", "sampler", "dataset"),
 )

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from ds_hetero.errors import BatchError
+from ds_hetero.errors import BatchError, SamplingError
 from ds_hetero.runtime.data.batch_mode import LoaderNames
 from ds_hetero.runtime.data.shards import Batch, Entries, shard_fingerprint
 
@@ -64,7 +64,7 @@ class Epochs:
             if self._start is None and self._names.wraps_state(self.dataloader):
                 # accelerate's has begun this epoch already, for the sake of its state.
                 self.dataloader.load_state_dict(self.dataloader.state_dict())
-            self._start = {**self._own_states(), "process": process_states()}
+            self._start = self.states_now()
             batches = iter(self.dataloader)
         else:
             with drawing_from(resumed.state["process"]):
@@ -105,13 +105,25 @@ class Epochs:
             num_again: batches after those that were read too, and are to be used.
             generators: from `generator_states`, where a loader that goes on by its own state does not draw as before.
         """
+        self._set_own_states(state)
+        self._start = {name: state[name] for name in ("generators", "counters", "process")}
+        self._resumed = _Resumed(state, num_dropped, num_again, generators or {}) if state["process"] else None
+        self.checksum = state["checksum"]
+
+    def states_now(self) -> Entries:
+        """The states from which an epoch that begins now is drawn, for `put_back`."""
+        return {**self._own_states(), "process": process_states()}
+
+    def put_back(self, start: Batch) -> None:
+        """Let the next epoch draw as the one before which `states_now` returned ``start``."""
+        self._set_own_states(start)
+        set_process_states(start["process"])
+
+    def _set_own_states(self, state: Batch) -> None:
         self._set_generators(state["generators"])
         for part in self._counting_parts():
             for name, value in state["counters"].get(type(part).__name__, {}).items():
                 setattr(part, name, value)
-        self._start = {name: state[name] for name in ("generators", "counters", "process")}
-        self._resumed = _Resumed(state, num_dropped, num_again, generators or {}) if state["process"] else None
-        self.checksum = state["checksum"]
 
     def _begin_again(self, resumed: _Resumed) -> Iterator[Any]:
         """Draw and read inside what was drawn and read before; most loaders draw with their first batch."""
@@ -172,9 +184,9 @@ def add_to_checksum(checksum: int, batch: Any) -> int:
 
 
 def expect_same_checksum(read: int | None, expected: int | None, what: str) -> None:
-    """Refuse what a loader has given again with another checksum, if both are known. Raises `BatchError`."""
+    """Refuse what a loader has given again with another checksum, if both are known. Raises `SamplingError`."""
     if read is not None and expected is not None and read != expected:
-        raise BatchError(
+        raise SamplingError(
             f"the loader does not give again what it gave before the checkpoint: the first {what} of the epoch have "
             f"the checksum {read:08x}, they had {expected:08x}. The rest of the epoch would not be that of one run. "
             "Give the loader the data, batch size and sampler that it had. Where a sampler, a dataset or a collate "

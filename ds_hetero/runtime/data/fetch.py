@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from torch.utils.data import DataLoader
 
-from ds_hetero.errors import BatchError
+from ds_hetero.errors import SamplingError
 from ds_hetero.runtime.collectives import all_gather_bytes, encode_failure, raise_failures
 from ds_hetero.runtime.data.shards import Entries, PlacedBatch, WholeBatch, place
 from ds_hetero.runtime.data.whole_batches import WholeBatches
@@ -73,22 +73,22 @@ class FetchReports:
         return ranks
 
     def expect_same_samples(self) -> None:
-        """Refuse ranks that drew other samples; every replica takes its own of the same. Raises `BatchError`."""
+        """Refuse ranks that drew other samples; every replica takes its own of the same. Raises `SamplingError`."""
         if len({report.samples for report in self.by_rank}) > 1:
-            raise BatchError(
+            raise SamplingError(
                 f"the ranks do not draw the same samples: checksums of step {self.number} by rank are "
                 f"{[f'{report.samples:08x}' for report in self.by_rank]}. Seed shuffling alike on all ranks."
             )
 
     def expect_as_many(self, counts: dict[int, int]) -> None:
-        """Refuse replicas with unequal ``counts`` of batches. Raises `BatchError`."""
+        """Refuse replicas with unequal ``counts`` of batches. Raises `SamplingError`."""
         if len(set(counts.values())) > 1:
             self.raise_uneven(counts)
 
     def raise_uneven(self, counts: dict[int, int]) -> NoReturn:
         """Raise and name the replicas that have run out of batches, ``counts`` by replica."""
         listed = ", ".join(f"replica {replica} has {count}" for replica, count in sorted(counts.items()))
-        raise BatchError(
+        raise SamplingError(
             f"the replicas run out of batches at different steps: for fetch {self.number} of the epoch, {listed}. "
             "Give every replica equally many, as a sampler with drop_last or even batches does."
         )
@@ -209,9 +209,11 @@ class Fetcher(ABC):
         names = sorted({name for entries in by_rank for name in entries})
         values = {name: [entries.get(name, "absent") for entries in by_rank] for name in names}
         different = "; ".join(f"{name} is {texts}" for name, texts in values.items() if len(set(texts)) > 1)
-        raise BatchError(
+        raise SamplingError(
             f"ranks {tuple(ranks)} of a replica must be given the same batch, but by rank {different}. "
-            'Seed shuffling and collators alike on all of them, or pass batches="own" if each is to have its own.'
+            "Seed shuffling and collators alike on all of them; under the HF Trainer and accelerate leave that to the "
+            "loader of super().get_train_dataloader() or accelerator.prepare(loader). In a loop of your own where each "
+            'rank is to have its own batch: handle.dataloader(loader, batches="own").'
         )
 
 
@@ -241,7 +243,7 @@ class PlanningAhead:
         self._prepared: _Prepared | None = None
 
     def take(self, count: int, schedule: Schedule) -> list[PlacedBatch]:
-        """The next ``count`` batches, fewer at the end; placed anew where the schedule changed. Raises `BatchError`."""
+        """The next ``count`` batches, fewer at the end; placed anew where the schedule changed."""
         placer, prepared = self._placer(), self._prepared
         self._prepared = None
         if prepared is None:

@@ -54,6 +54,7 @@ class WholeBatches:
         self.epoch: int | None = None  # as `set_epoch` was called
         self._reading = reading
         self._begun: Iterator[WholeBatch] | None = None  # an epoch that was begun to look at its first batch
+        self._before_peek: Entries | None = None  # states with which that epoch began
         self._kept: list[Any] = []
         self.keeps_on_a_rank = False  # for the present fetch; the same on every rank
         self._loaded_state: Any = None  # until the loader has given a batch: accelerate's do not know it before
@@ -102,6 +103,7 @@ class WholeBatches:
 
     def peek(self) -> WholeBatch | None:
         """The first batch of the next epoch, which will still have it; None if there is none."""
+        self._before_peek = self._epochs.states_now()
         batches = self.read_epoch()
         first = next(batches, None)
         self._begun = batches if first is None else chain([first], batches)
@@ -157,7 +159,9 @@ class WholeBatches:
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, or else its sampler and dataset, which epoch comes next."""
-        self.epoch, self._begun = epoch, None
+        if self._begun is not None and self._before_peek is not None:
+            self._epochs.put_back(self._before_peek)  # the epoch that was looked at is begun again
+        self.epoch, self._begun, self._before_peek = epoch, None, None
         self.names.set_epoch(self.dataloader, epoch)
 
     def state(self) -> Any:

@@ -231,6 +231,8 @@ class Entrance:
         plain = type(self._pretrained).forward if former is None else getattr(former, "__func__", None)
 
         def run(pretrained: Any, *args: object, **kwargs: object) -> Any:
+            if not self._model.takes_shifted_labels:
+                kwargs.pop("shift_labels", None)
             return former(*args, **kwargs) if plain is None else plain(pretrained, *args, **kwargs)  # type: ignore[misc]
 
         @functools.wraps(type(self._pretrained).forward)

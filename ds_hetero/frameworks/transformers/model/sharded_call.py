@@ -58,6 +58,10 @@ class Called(SplitModel, Protocol):
     def unrecorded(self, *, keeps_tiles: bool = False) -> AbstractContextManager[None]:
         """Let forwards inside leave nothing behind; see `ShardedModel.unrecorded`."""
 
+    @property
+    def takes_shifted_labels(self) -> bool:
+        """Whether its forward takes ``shift_labels``."""
+
 
 logger = logging.getLogger(__name__)
 

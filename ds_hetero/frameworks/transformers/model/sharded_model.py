@@ -232,8 +232,27 @@ class ShardedModel:
         return not type(self.pretrained).__name__.endswith(_PREDICT_IN_PLACE)
 
     @functools.cached_property
+    def names_taken(self) -> frozenset[str]:
+        """Entries of a batch that the model may know: arguments of a forward inside, by their names, and packing's.
+
+        Others are taken out of a batch by the loop, before the forward. ``**kwargs`` would hand them on all the same.
+        """
+        forwards = {type(module).forward for module in self.pretrained.modules()}
+        named = {name for forward in forwards for name in inspect.signature(forward).parameters}
+        return frozenset(named | {"shift_labels", *PACKING})
+
+    @functools.cached_property
+    def takes_shifted_labels(self) -> bool:
+        """Whether the model's forward takes ``shift_labels``, by that name or among others."""
+        parameters = inspect.signature(type(self.pretrained).forward).parameters
+        is_open = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        return is_open or "shift_labels" in parameters
+
+    @functools.cached_property
     def shifts_labels_itself(self) -> bool:
-        """Whether the loss of a model with towers moves labels by itself; ours is made from its logits then."""
+        """Whether the model's own loss moves labels; ours is made from its logits then."""
+        if self.moves_labels and not self.takes_shifted_labels:
+            return True
         if not self.moves_labels or not self.cuts_inputs:
             return False
         try:

@@ -95,7 +95,8 @@ def check_batch(model: ShardedModel, batch: Batch | None) -> None:
         those of the forwards.
     """
     if batch is not None:
-        batch = {name: entry for name, entry in batch.items() if name not in OF_RESULTS}
+        taken = model.names_taken
+        batch = {name: entry for name, entry in batch.items() if name not in OF_RESULTS and name in taken}
     if model.cuts_inputs:
         _check_window(model, batch)
         return

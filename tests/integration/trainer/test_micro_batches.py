@@ -1,0 +1,82 @@
+"""Micro-batches of unequally many labels weigh under the Trainer as on one process, whatever the model takes.
+
+Budget: 20 s.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.integration.tiny import UNEVEN_2, assert_same_parameters, ds_config, llama, parameters, samples
+from tests.integration.trainer.test_trainer import assert_same_logs, logged, make_trainer, one_process, ranks
+
+KINDS = ("takes none", "without kwargs", "takes them", "smoothing, takes none")
+
+
+def _model(kind: str) -> Any:
+    """A Llama by what it says of the number of items that the Trainer counts."""
+    model = llama()
+    if kind == "without kwargs":
+        whole = type(model).forward
+
+        def forward(
+            self: Any, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, labels: Any = None
+        ) -> Any:
+            return whole(
+                self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, labels=labels
+            )
+
+        model.__class__ = type("WithoutKwargs", (type(model),), {"forward": forward})
+    elif kind != "takes them":
+        model.accepts_loss_kwargs = False
+    return model
+
+
+def _train(rank: int, stage: int | None, batch_size: int, kind: str, options: dict[str, Any]) -> Any:
+    import ds_hetero
+
+    ds = None
+    if stage is not None:
+        ds_hetero.register()
+        ds = ds_config(stage, UNEVEN_2, train_micro_batch_size_per_gpu=batch_size, gradient_accumulation_steps=2)
+    dataset = samples(8)
+    for index, row in enumerate(dataset):
+        row["labels"] = row["labels"].clone()
+        row["labels"][: 4 if index % 3 else -3] = -100
+    smoothing = {"label_smoothing_factor": 0.1} if kind.startswith("smoothing") else {}
+    trainer = make_trainer(
+        ds,
+        2,
+        dataset=dataset,
+        model=_model(kind),
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        train_sampling_strategy="sequential",
+        **smoothing,
+        **options,
+    )
+    trainer.train()
+    return logged(trainer), parameters(trainer.model, stage or 0)
+
+
+_expected = functools.cache(lambda batch_size, kind: one_process(_train, None, batch_size, kind, {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_micro_batches_weigh_as_on_one_process(kind: str, world_size: int) -> None:
+    expected_logs, expected = _expected(world_size // 2, kind)
+    for logs, trained in ranks(_train, world_size, 1, 1, kind, {}):
+        assert_same_logs(logs, expected_logs)
+        assert_same_parameters(trained, expected)
+
+
+def test_of_one_replica_they_weigh_alike_without_the_average_over_devices() -> None:
+    for kind in ("takes none", "takes them"):
+        expected_logs, _ = _expected(1, kind)
+        for logs, _ in ranks(_train, 2, 1, 1, kind, {"average_tokens_across_devices": False}):
+            assert_same_logs(logs, expected_logs)
