@@ -5,14 +5,15 @@ Budget: 60 s.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.integration.tiny import UNEVEN_2, ds_config, llama, samples
-from tests.integration.trainer.test_trainer import make_trainer, one_process, ranks
+from tests.integration.tiny import UNEVEN_2, UNEVEN_4, ds_config, llama, samples
+from tests.integration.trainer.test_trainer import _tokenizer, make_trainer, one_process, ranks
 
 ROWS = 7  # of an evaluation; no batch size of these tests divides it
 
@@ -117,11 +118,22 @@ CASES: dict[str, tuple[int, Any, int, dict[str, Any]]] = {
     "padded, stage 2": (2, UNEVEN_2, 2, {"batch_size": 2, "metrics": True}),
     "packed, stage 1": (2, UNEVEN_2, 1, {"batch_size": 2, "collator": "packed"}),
     "two replicas, stage 3": (4, UNEVEN_2, 3, {"batch_size": 2, "metrics": True}),
+    "label smoothing, stage 1": (2, UNEVEN_2, 1, {"batch_size": 2, "options": {"label_smoothing_factor": 0.1}}),
+    "packed, two replicas, stage 2": (4, UNEVEN_2, 2, {"batch_size": 2, "collator": "packed"}),
+    "LoRA, a rank without tokens, stage 3": (4, UNEVEN_4, 3, {"batch_size": 2, "adapted": True, "metrics": True}),
+    "label smoothing, two replicas, stage 1": (
+        4,
+        UNEVEN_2,
+        1,
+        {"batch_size": 2, "options": {"label_smoothing_factor": 0.1}},
+    ),
 }
+_SLOW = [name for name in CASES if name not in ("padded, stage 2", "packed, stage 1", "two replicas, stage 3")]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "schedule", "stage", "case"), [pytest.param(*case, id=name) for name, case in CASES.items()]
+    ("world_size", "schedule", "stage", "case"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in _SLOW)) for name, case in CASES.items()],
 )
 def test_evaluation_equals_one_process(world_size: int, schedule: Any, stage: int, case: dict[str, Any]) -> None:
     replicas = world_size // sum(len(group["ranks"]) for group in schedule["groups"])
@@ -138,3 +150,71 @@ def test_evaluation_equals_one_process(world_size: int, schedule: Any, stage: in
             np.testing.assert_array_equal(labels, expected_labels)
             counts = labels != -100  # the attention of padding is zero here, which no label reads
             np.testing.assert_array_equal(guessed[counts], expected_guesses[counts])
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="not in the environment of tests/oldest.sh")
+def test_sft_evaluates_packed_documents_as_one_process() -> None:
+    expected = one_process(_evaluate_sft, None, 1)
+    for ours in ranks(_evaluate_sft, 2, UNEVEN_2, 1):
+        assert list(ours) == list(expected)
+        np.testing.assert_allclose(list(ours.values()), list(expected.values()), rtol=1e-5)
+
+
+def _evaluate_sft(rank: int, schedule: Any, batch_size: int) -> dict[str, float]:
+    """Metrics after a step."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    import ds_hetero
+
+    ds = None
+    if schedule is not None:
+        ds_hetero.register()
+        ds = ds_config(2, schedule, train_micro_batch_size_per_gpu=1)
+    rows = [{"input_ids": row["input_ids"][: 12 + 3 * i].tolist()} for i, row in enumerate(samples(8))]
+    more = {"processing_class": _tokenizer(), "eval_dataset": Dataset.from_list(rows[:5])}
+    trainer = make_trainer(
+        ds,
+        2,
+        SFTTrainer,
+        config=SFTConfig,
+        dataset=Dataset.from_list(rows),
+        more=more,
+        max_steps=1,
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=batch_size,
+        packing=True,
+        padding_free=True,
+        max_length=32,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    trainer.train()
+    return _numbers(trainer.evaluate())
+
+
+def test_a_choice_of_whole_evaluation_is_kept() -> None:
+    """By the key, and by the handle: rows are dealt out to ranks, and each rank evaluates its own."""
+    for of_shards, by_handle, by_key in ranks(_evaluate_whole, 2):
+        assert by_handle == by_key != of_shards
+
+
+def _evaluate_whole(rank: int) -> list[float]:
+    import ds_hetero
+
+    losses = []
+    for section in ({}, {"evaluation": "whole"}):
+        handle = ds_hetero.register()
+        config = {"heterogeneity": {"schedule": UNEVEN_2, **section}}
+        ds = ds_config(1, None, train_micro_batch_size_per_gpu=1, **config)
+        more = {"eval_dataset": ragged(ROWS), "data_collator": padded}
+        trainer = make_trainer(ds, 2, max_steps=1, more=more, **dict.fromkeys(_SIZES, 1))
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+        if not section:
+            with handle.unsharded():
+                losses.append(trainer.evaluate()["eval_loss"])
+    return losses
+
+
+_SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size")
