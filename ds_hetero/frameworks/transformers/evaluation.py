@@ -14,6 +14,7 @@ reads P * b rows:
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -100,13 +101,29 @@ def _usual(trainer: Trainer) -> str:
 
 
 def run_evaluation_loop(
-    registry: Registry, stock: Function, trainer: Trainer, dataloader: Any, *args: object, **kwargs: object
+    registry: Registry,
+    stock: Function,
+    trainer: Trainer,
+    dataloader: Any,
+    description: str,
+    prediction_loss_only: bool | None = None,
+    **kwargs: object,
 ) -> object:
     """Replace ``Trainer.evaluation_loop``, which ``evaluate`` and ``predict`` run."""
+    loop = functools.partial(stock, trainer, dataloader, description, prediction_loss_only, **kwargs)
+    if registry.is_pipelined(trainer.model):
+        loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if not loss_only:
+            raise ConfigError(
+                f"{description} needs logits, which stay on the last stages of pipelines. Set prediction_loss_only="
+                "True in the training arguments for the loss alone."
+            )
+        trainer.gather_function = functools.partial(_cut_to_rows, trainer)
+        return loop()
     if not evaluates_shards(registry, trainer):
         if is_sharded(registry, trainer) and sharding_is_set() is None:
             _say_why_whole(registry, trainer)
-        return stock(trainer, dataloader, *args, **kwargs)
+        return loop()
     num_replicas = dist.get_world_size() // trainer.get_sp_size()
     if num_replicas > 1 and not trainer.accelerator.even_batches:
         raise ConfigError(
@@ -114,7 +131,17 @@ def run_evaluation_loop(
             "and they evaluate together. Set it to true: rows that fill the last batch up count nothing."
         )
     with _StepsOverShards(registry, trainer, dataloader, num_replicas).in_place():
-        return stock(trainer, dataloader, *args, **kwargs)
+        return loop()
+
+
+def _cut_to_rows(trainer: Trainer, values: Any, *_: object, **__: object) -> Any:
+    """In place of ``gather_for_metrics`` where all ranks evaluate the same batch: as many as the last batch has rows.
+
+    The Trainer repeats a loss by the rows of a full batch, and leaves it to that function to cut them.
+    """
+    state = trainer.accelerator.gradient_state
+    is_cut = state.end_of_dataloader and state.remainder > 0 and isinstance(values, Tensor) and values.dim()
+    return values[: state.remainder] if is_cut else values
 
 
 _told: set[str] = set()

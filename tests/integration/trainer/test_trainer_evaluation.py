@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.integration.loops.test_evaluation import Live
 from tests.integration.tiny import UNEVEN_2, UNEVEN_4, ds_config, llama, samples
-from tests.integration.trainer.test_trainer import _tokenizer, make_trainer, one_process, ranks
+from tests.integration.trainer.test_trainer import PIPELINES, _tokenizer, make_trainer, one_process, ranks
 
 ROWS = 7  # of an evaluation; no batch size of these tests divides it
 
@@ -218,3 +219,68 @@ def _evaluate_whole(rank: int) -> list[float]:
 
 
 _SIZES = ("per_device_train_batch_size", "per_device_eval_batch_size")
+
+
+def test_an_evaluation_of_the_trainer_takes_no_more_memory_than_a_step() -> None:
+    for of_step, of_evaluation, of_whole in ranks(_peaks, 2):
+        assert of_evaluation <= of_step
+        assert of_whole > of_evaluation
+
+
+def _peaks(rank: int) -> tuple[int, int, int]:
+    """Most bytes of a step, of an evaluation over shards, and of one of whole sequences."""
+    from transformers import Trainer
+
+    import ds_hetero
+
+    handle, peaks = ds_hetero.register(), []
+
+    class Measured(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            with Live() as live:
+                loss = super().training_step(*args, **kwargs)
+            peaks.append(live.peak)
+            return loss
+
+    more = {"eval_dataset": samples(2, 240)}
+    trainer = make_trainer(
+        ds_config(2, UNEVEN_2, train_micro_batch_size_per_gpu=1),
+        2,
+        Measured,
+        model=llama(vocab_size=512, max_position_embeddings=256),
+        dataset=samples(2, 240),
+        max_steps=1,
+        more=more,
+        **dict.fromkeys(_SIZES, 1),
+    )
+    trainer.train()
+    with Live() as live:
+        trainer.evaluate()
+    with handle.unsharded(), Live() as whole:
+        trainer.evaluate()
+    return peaks[-1], live.peak, whole.peak
+
+
+def test_pipelines_evaluate_as_one_process_and_refuse_to_predict() -> None:
+    expected, _ = one_process(_evaluate_pipelines, None)
+    for loss, message in ranks(_evaluate_pipelines, 4, PIPELINES):
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        assert message.startswith("Prediction needs logits, which stay on the last stages of pipelines.")
+
+
+def _evaluate_pipelines(rank: int, plan: Any) -> tuple[float, str]:
+    import ds_hetero
+
+    ds = None
+    if plan is not None:
+        ds_hetero.register()
+        ds = {**ds_config(1, plan), "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    more = {"eval_dataset": ragged(ROWS), "data_collator": padded}
+    trainer = make_trainer(ds, 4, max_steps=1, more=more, **dict.fromkeys(_SIZES, 4))
+    trainer.train()
+    loss, message = trainer.evaluate()["eval_loss"], ""
+    if plan is not None:
+        with pytest.raises(ds_hetero.ConfigError) as caught:
+            trainer.predict(ragged(2))
+        message = str(caught.value)
+    return loss, message

@@ -485,12 +485,13 @@ class ShardedModel:
             earlier = [replica.schedule for replica in self._earlier]
             local = local_batch(kwargs, self.pretrained.dtype)
             batch = agree_on_batch(self.replica, local, earlier, self._recent)
-        if torch.is_grad_enabled():
-            self.latest_positions = positions
-        if info is None or not info.is_filler:
-            for observe in self._observers:
-                observe(batch)
         placement = batch.placement
+        if torch.is_grad_enabled():  # a forward without gradients, amid a step or between two, is none of training
+            self.latest_positions = positions
+            if info is None or not info.is_filler:
+                for observe in self._observers:
+                    observe(batch)
         replica = next(known for known in (self.replica, *self._earlier) if known.schedule == placement.schedule)
-        self.clock.count_batch(batch.batch_size, placement.tokens(replica.rank), placement.length)
+        if torch.is_grad_enabled():
+            self.clock.count_batch(batch.batch_size, placement.tokens(replica.rank), placement.length)
         return ShardedForward(batch, replica, self.kernel, is_placeholder(positions), self.clock)
