@@ -17,7 +17,7 @@ from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.job.replanning import ScheduleChange
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
-from ds_hetero.runtime.loss import count_items
+from ds_hetero.runtime.loss import count_items, ratio
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Schedule
@@ -209,6 +209,21 @@ class Handle:
             A scalar, equal on all ranks of the replica, for `loss` to be added to; see `token_mean`.
         """
         return self._choose("mean").mean(values, batch, where, num_items)
+
+    def ratio(self, total: Tensor, count: Tensor | float) -> Tensor:
+        """A term of a loss that is a sum divided by a number of one's own, where ranks take different batches.
+
+            loss = handle.ratio(losses_of_boxes.sum(), num_boxes) + classes   # one process divides by all boxes
+
+        Args:
+            total: scalar, a sum over this rank's samples.
+            count: what it is divided by, of this rank's samples; it adds up over ranks. Zero where there is nothing,
+                and not one, as a clamp would make it: the ratio is zero then.
+
+        Returns:
+            A scalar, ``total / count``, to add others to; the engine's backward weighs it by its counts.
+        """
+        return ratio(total, count)
 
     def sharded_call(
         self, model: Any, *, hidden_state: bool = False, logits: bool = False, **batch: Any

@@ -9,22 +9,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ds_hetero.common.text import announce
 from ds_hetero.errors import BatchError, ConfigError, ModelError, StepError
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.batch_trial import BatchTrial
 from ds_hetero.runtime.data.loss_units import (
     Batch,
     UnitCounts,
-    expect_declared,
     expect_documents_apart,
     loss_in,
     num_rows,
     probe,
+    tensors_in,
     unit_of_probes,
 )
+from ds_hetero.runtime.data.loss_weights import DivisorKind
 from ds_hetero.runtime.data.sample_loader import MicroBatchWeights
+from ds_hetero.runtime.data.sample_probe import names_of_nodes, newest_node, probe_samples, raise_if_mixed
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.calls import REMEDY
@@ -35,6 +39,7 @@ from ds_hetero.values.plans import Plan
 from ds_hetero.values.section import SECTION, HeterogeneitySection
 
 _ARGUMENTS = "*"  # by position, among those by name
+_MOST_EXPLAINED = 65_536  # elements of an entry of a batch whose total may be what a sum is divided by
 
 
 class WholeModel:
@@ -44,8 +49,11 @@ class WholeModel:
         replica: this rank's replica, of one rank.
 
     Attributes:
-        loss_convention: unit of a mean, see `ds_hetero.runtime.data.loss_units`, where replicas take different batches
-            and it was declared or found; ``"items"`` for a loss that the Trainer divides by the labels of the step.
+        loss_convention: unit of a mean, see `ds_hetero.runtime.data.loss_units`, where it was declared, or where
+            micro-batches are accumulated and the first batch shows it.
+        is_declared: it was declared.
+        divisors: what sums in the loss are divided by, see `ds_hetero.runtime.data.loss_weights`.
+        output_nodes: nodes of the graph that made the outputs of the latest forwards of training.
     """
 
     kernel: str | None = None
@@ -62,8 +70,15 @@ class WholeModel:
         self._steps_done = self._num_backwards = 0
         self._following: list[MicroBatchWeights] = []  # of the same optimizer step
         self._has_loss = self._has_run = False  # of that batch; in the engine's present step
-        self._is_checked = self._is_compared = self._is_probed = False
-        self._loss_of_model: float | None = None  # of the latest forward, until a loss has been compared with it
+        self._is_checked = self._is_probed = self._is_probing = self.is_declared = False
+        self.divisors: dict[str, DivisorKind] = {}
+        self.output_nodes: set[Node] = set()
+        self._inputs: tuple[tuple[Batch, ...], dict[str, Batch]] = (), {}  # of the latest forward of training
+        self._known_nodes: set[str] = set()  # kinds of nodes in the graphs of losses so far
+        self._known_sizes: set[int] = set()  # numbers of nodes of these graphs
+        self._has_said = False
+        self._first_node = 0  # number of the first node of the graph of the latest forward of training
+        self._buffers: dict[str, tuple[object, float]] = {}  # their version and total, at the micro-batch before
         self.clock = StepClock(default_device())  # times the phases of this model's steps
         self._record: object = None
         self._trial: BatchTrial | None = None
@@ -104,7 +119,7 @@ class WholeModel:
                 "schedule says no micro_batch_size and micro_batches. Leave the key out."
             )
         self.loss_convention = None if convention == "replica_mean" else convention
-        self._is_compared = self.loss_convention is not None
+        self.is_declared = self.loss_convention is not None
 
     @property
     def takes_unlike_batches(self) -> bool:
@@ -116,68 +131,131 @@ class WholeModel:
         """Whether a forward is the first of training on unlike batches; the same on every rank."""
         return self.takes_unlike_batches and not self._is_probed and self.model.training and torch.is_grad_enabled()
 
-    def expect_samples_apart(self, compute: Callable[[Batch], Tensor | None], batch: Batch) -> None:
+    def expect_samples_apart(
+        self, compute: Callable[[Batch], Tensor | None], batch: Batch, run: Callable[[Batch], object] | None = None
+    ) -> None:
         """Refuse a loss or a model by which a sample counts otherwise beside others, before a first batch; once.
 
         Args:
             compute: the loss of such a batch; None where there is none.
             batch: of this rank.
+            run: the outputs, with the loss, of such a batch; left out, the loss.
 
         Caller: every rank of the world.
-        Collectives: see `expect_documents_apart`.
+        Collectives: see `expect_documents_apart`; one `on_all_ranks`, and those of six forwards.
 
         Raises:
             ConfigError: the model adds a loss of its routers; on every rank.
-            ModelError: documents of a packed row see each other; on every rank.
+            ModelError: documents of a packed row, or samples of a batch, see each other; on every rank.
         """
         _expect_no_router_loss(self.model, batch)
         with in_evaluation(self.model):
             expect_documents_apart(compute, batch, type(self.model).__name__)
         self._is_probed = True
+        self._probe(run or compute, batch, num_rows({**batch, _ARGUMENTS: ()}, batch.get(_ARGUMENTS, ())))
+
+    def _probe(self, run: Callable[[Batch], object], batch: Batch, rows: int) -> None:
+        """See `probe_samples`. Raises `ModelError` on every rank: samples see each other."""
+        with_graph = not any(hasattr(one, "ds_id") for one in self.model.parameters())  # not on ZeRO-3
+        self._is_probing = True
+        try:
+            found = on_all_ranks(lambda: probe_samples(run, batch, rows, self.model, with_graph=with_graph))
+        finally:
+            self._is_probing = False
+        name = type(self.model).__name__
+        self.divisors |= raise_if_mixed(found, name)
+        if any(one.is_open for one in found) and not self._has_said and torch.distributed.get_rank() == 0:
+            announce(
+                f"whether samples see each other in the loss that {name} returns could not be tried "
+                f"({'on ZeRO-3 ' if not with_graph else ''}what it is divided by does not show): its outputs and "
+                "buffers are compared, and the operations of its loss are read"
+            )
+        self._has_said = True
 
     def find_unit(self, args: tuple[Batch, ...], kwargs: dict[str, Batch]) -> None:
-        """Find `loss_convention` with the arguments of a forward; a model without a loss has means over samples.
+        """Look at the arguments of a first forward; find `loss_convention` where micro-batches are accumulated.
 
         Caller: every rank of the world.
-        Collectives: those of up to six forwards, and three `on_all_ranks`.
+        Collectives: those of up to twelve forwards, and four `on_all_ranks`.
 
         Raises:
-            ConfigError: see `unit_of_probes` and `expect_samples_apart`; on every rank.
+            ConfigError: see `expect_samples_apart`; on every rank.
             ModelError: see `expect_samples_apart`; on every rank.
         """
         rows = num_rows(kwargs, args)
 
         def compute(batch: Batch) -> Tensor | None:
-            given = dict(batch)
-            return loss_in(self.model(*given.pop(_ARGUMENTS), **given))
+            return loss_in(self._run(batch))
 
         batch = {**kwargs, _ARGUMENTS: args}
-        self.expect_samples_apart(compute, batch)
-        if self.loss_convention is not None:
+        self.expect_samples_apart(compute, batch, self._run)
+        split = self.replica.batch_split
+        if self.loss_convention is not None or split is None or split.micro_steps == 1:
             return
         with in_evaluation(self.model):
             probes = on_all_ranks(lambda: probe(compute, batch, rows))
-        self.loss_convention = (
-            unit_of_probes(probes, type(self.model).__name__) if all(one.has_loss for one in probes) else "sample_mean"
-        )
+        if all(one.has_loss for one in probes):
+            with contextlib.suppress(ConfigError):  # no mean over any of the units; its graph says what it is
+                self.loss_convention = unit_of_probes(probes, type(self.model).__name__)
 
-    def expect_own_loss(self, loss: Tensor) -> None:
-        """At the first backward, refuse a loss that is not the model's. Raises `ConfigError` on every rank.
+    def note_nodes(self, loss: Tensor) -> bool:
+        """Note the kinds of operations that made a loss; return whether there are new ones since the first batch.
+
+        The graph is walked where it has another number of nodes than those before: 2,500 nodes, a model of 32 layers,
+        take some milliseconds.
+        """
+        num_nodes = newest_node(loss) - self._first_node
+        if num_nodes in self._known_sizes:
+            return False
+        self._known_sizes.add(num_nodes)
+        names = names_of_nodes(loss)
+        is_first, is_new = not self._known_nodes, not names <= self._known_nodes
+        self._known_nodes |= names
+        return is_new and not is_first
+
+    def probe_again(self) -> None:
+        """Probe with the latest forward's arguments. Raises `ModelError` on every rank: samples see each other now.
 
         Caller: every rank of the world.
-        Collectives: once, one `on_all_ranks`.
+        Collectives: one `on_all_ranks`, and those of six forwards.
         """
-        if self._is_compared:
-            return
-        value, seen = float(loss.detach()), self._loss_of_model
-        is_own = seen is not None and abs(seen - value) <= 1e-3 * max(abs(seen), abs(value))
-        has_labels = self._batch is not None and self._batch.counts.label_mean > 0
-        ranks = on_all_ranks(lambda: (is_own, has_labels))
-        if not all(own for own, _ in ranks):
-            if any(labels for _, labels in ranks):
-                raise expect_declared(type(self.model).__name__)
-            self.loss_convention = "sample_mean"
-        self._is_compared, self._loss_of_model = True, None
+        args, kwargs = self._inputs
+        self._probe(self._run, {**kwargs, _ARGUMENTS: args}, num_rows(kwargs, args))
+
+    def _run(self, batch: Batch) -> object:
+        given = dict(batch)
+        return self.model(*given.pop(_ARGUMENTS), **given)
+
+    def changed_buffers(self) -> dict[str, float]:
+        """Totals of the buffers that have changed since this was asked last."""
+        changed = {}
+        for name, buffer in self.model.named_buffers():
+            version = id(buffer), buffer._version
+            if self._buffers.get(name, (None, 0.0))[0] == version or buffer.is_complex() or buffer.is_meta:
+                continue
+            total = float(buffer.detach().double().sum())
+            before = self._buffers[name][1] if name in self._buffers else None
+            self._buffers[name] = version, total
+            if before is not None and not (total == before or (total != total and before != before)):
+                changed[name] = total
+        return changed
+
+    def explain_divisors(self) -> dict[str, tuple[float, float]]:
+        """Total and number of non-zeros of each small entry of the latest forward's arguments."""
+        args, kwargs = self._inputs
+        entries = dict(kwargs) | {str(i): part for i, part in enumerate(args)}
+        return {
+            f"{name}[{i}]": (float(part.double().sum()), float(part.ne(0).sum()))
+            for name, entry in entries.items()
+            for i, part in enumerate(tensors_in(entry))
+            if part.numel() <= _MOST_EXPLAINED and not part.is_complex()
+        }
+
+    @property
+    def rows(self) -> int:
+        """Samples of the micro-batch, by its tensors."""
+        args, kwargs = self._inputs
+        return num_rows(kwargs, args)
 
     def expect_section(self, section: HeterogeneitySection) -> None:
         """Refuse what changes or computes parts of sequences: tiles, other schedules. Raises `ConfigError`."""
@@ -238,6 +316,7 @@ class WholeModel:
     def end_batch(self) -> None:
         """The backward of a loss has been run."""
         self._num_backwards += 1
+        self.output_nodes, self._inputs = set(), ((), {})
         if self._following:
             self._batch = self._following.pop(0)
             self._has_loss = False
@@ -317,7 +396,7 @@ class WholeModel:
     @property
     def _is_of_training(self) -> bool:
         """Whether a forward is one of training on unlike batches."""
-        is_tried = self._trial is not None and self._trial.is_running
+        is_tried = self._is_probing or (self._trial is not None and self._trial.is_running)
         return self.takes_unlike_batches and self.model.training and torch.is_grad_enabled() and not is_tried
 
     def _before(self, model: nn.Module, args: tuple[Batch, ...], kwargs: dict[str, Batch]) -> None:
@@ -327,15 +406,21 @@ class WholeModel:
         self._has_run = True
         if self._trial is not None:
             self._trial.note(args, kwargs)
+        if not self._inputs[1] and not self._inputs[0]:  # the first forward since a backward
+            self._first_node = newest_node(torch.ones(1, requires_grad=True) * 1)
+        self._inputs = args, kwargs
         if not self._is_checked:
             _expect_no_statistics(model)
             self._is_checked = True
+        if not self._buffers:
+            self.changed_buffers()
 
     def _after(self, model: nn.Module, args: object, outputs: object) -> None:
-        """Keep the loss of a forward of training until it has been compared with that of the script."""
-        if self._is_of_training and not self._is_compared:
+        """Keep the ends of the graph of a forward of training until its backward."""
+        if self._is_of_training:
             loss = loss_in(outputs)
-            self._loss_of_model = None if loss is None else float(loss.detach())
+            tensors = [*tensors_in(outputs), *([] if loss is None else [loss])]
+            self.output_nodes |= {one.grad_fn for one in tensors if one.grad_fn is not None}
 
 
 @contextlib.contextmanager

@@ -184,6 +184,38 @@ def scaled_loss(loss: Tensor, factor: Tensor | float) -> Tensor:
     return _with_factor(loss, loss.detach() * factor, factor)
 
 
+def ratio(total: Tensor, count: Tensor | float) -> Tensor:
+    """A sum over this rank's samples divided by a number that adds up over ranks; zero where there is nothing.
+
+    Where ranks take different batches, the term is weighed by its counts; see `ds_hetero.runtime.data.loss_weights`.
+    """
+    value: Tensor = _Ratio.apply(total, torch.as_tensor(count, device=total.device))  # type: ignore[no-untyped-call]
+    return value
+
+
+class _Ratio(torch.autograd.Function):
+    """Divides, and keeps the denominator as ``unit``."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, count: Tensor) -> Tensor:
+        ctx.unit = count.detach()
+        ctx.save_for_backward(count)
+        return torch.where(count == 0, 0.0, total / count.masked_fill(count == 0, 1)).to(total.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (count,) = ctx.saved_tensors
+        return torch.where(count == 0, 0.0, grad / count.masked_fill(count == 0, 1)).to(grad.dtype), None
+
+
+def shown_loss(loss: Tensor, factor: float, value: Tensor | None = None) -> Tensor:
+    """``loss``, or another value, whose gradient is multiplied by ``factor``; known to be scaled."""
+    if factor == 0:
+        loss = loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
+    return _with_factor(loss, loss.detach() if value is None else value, loss.new_tensor(factor))
+
+
 def is_scaled(loss: Tensor) -> bool:
     """Whether ``loss`` was made here: is a result of the functions above, or a few operations away from one."""
     todo, seen = [loss.grad_fn], 0

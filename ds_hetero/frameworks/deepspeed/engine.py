@@ -78,7 +78,7 @@ from ds_hetero.frameworks.deepspeed.installer import (
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys, unknown_keys
 from ds_hetero.frameworks.deepspeed.loading import load_any_layout, raise_on_all_ranks
 from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling
-from ds_hetero.frameworks.deepspeed.names import COLLECTIVES, HANDLES
+from ds_hetero.frameworks.deepspeed.names import COLLECTIVES, HANDLES, ZERO_3_IDENTITIES
 from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import frozen_state, load_any_plan, save_pipelines
 from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine, expect_passes, keep_books, run_passes
@@ -88,6 +88,7 @@ from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.job.start import World
+from ds_hetero.runtime.data.loss_graph import note_identities
 from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.pipeline.batches import SameBatches
@@ -168,6 +169,7 @@ class EngineInstaller(Installer):
             f'"{SECTION}.batch", which splits no sequence,': 1 if says_batches(ds_config) else None,
         }
         prepared = self._registry.prepare(model, ds_config, sizes)
+        note_identities(ZERO_3_IDENTITIES)
         built = self._build(prepared, sp_size_of(sizes))
         engine = built[0]
         report_batches_of_replicas(engine, prepared.model.replica)

@@ -235,6 +235,7 @@ def scale_loss(
     # Divided here: DeepSpeed 0.18 divides wherever a gradient passes an output, at the loss and again at the logits.
     result = backward(loss / divisor, retain_graph=retain_graph, scale_wrt_gas=False)
     if whole is not None:
+        hooked.scaling.release()
         whole.end_batch()
     return result
 

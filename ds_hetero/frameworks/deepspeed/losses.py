@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.engine.adapters import SplitModel
+from ds_hetero.engine.unlike_losses import UnlikeLosses
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import BatchError, ConfigError, StepError
 from ds_hetero.frameworks.deepspeed.protocols import Engine
 from ds_hetero.runtime.backends import message_device
-from ds_hetero.runtime.data.loss_units import expect_declared
 from ds_hetero.runtime.data.shard_info import shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.runtime.loss import has_unscaled_term, is_scaled, rescaled_loss
@@ -52,6 +52,7 @@ class LossScaling:
     def __init__(self, model: SplitModel | WholeModel) -> None:
         self._model = model
         self._checked: set[str] = set()
+        self._weighing = UnlikeLosses(model) if isinstance(model, WholeModel) else None
 
     def scale(self, loss: Tensor, divisor: int, micro_step: int) -> Tensor:
         """The loss to differentiate: its value is that of ``loss``.
@@ -80,19 +81,17 @@ class LossScaling:
         return loss
 
     def _by_unit(self, model: WholeModel, loss: Tensor, divisor: int, micro_step: int) -> Tensor:
-        """Weigh the mean over a micro-batch's samples or labels as a part of the mean over those of the step."""
+        """Weigh the terms of a loss as parts of those of the global batch."""
         if not model.takes_unlike_batches:
             return loss
         batch = model.batch_at(micro_step)
-        if is_scaled(loss):
-            return loss
-        model.expect_own_loss(loss)
-        unit = model.loss_convention
-        assert unit is not None, "a forward of training comes before its backward"
-        if unit == "items":
-            raise expect_declared(type(model.model).__name__)
-        own, of_step = getattr(batch.counts, unit), getattr(batch.counts_of_step, unit)
-        return rescaled_loss(loss, "local_mean", own, model.replica, of_step, divisor)
+        assert self._weighing is not None
+        return loss if is_scaled(loss) else self._weighing.weigh(loss, batch, divisor)
+
+    def release(self) -> None:
+        """The backward of a loss has been run: leave its graph as it was."""
+        if self._weighing is not None:
+            self._weighing.release()
 
     def _by_convention(self, loss: Tensor, divisor: int) -> Tensor:
         replica = self._model.replica

@@ -24,6 +24,9 @@ COLLECTIVES = (
 
 HANDLES = ("AllGatherCoalescedHandle", "AllGatherHandle")
 
+ZERO_3_IDENTITIES = ("PreBackwardFunctionForModule", "PostBackwardFunctionModule")
+"""Functions of autograd that ZeRO-3 puts around the outputs and inputs of modules: results are their inputs."""
+
 _ENGINE = (
     "_backward_epilogue",
     "_backward_prologue",
@@ -138,6 +141,7 @@ PRIVATE_NAMES = (
 ATTRIBUTES = (
     "deepspeed.runtime.base_optimizer:ZeROOptimizer._epilogue_ran_this_backward",
     "deepspeed.runtime.engine:DeepSpeedEngine._config",
+    *(f"deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload.{name}" for name in ZERO_3_IDENTITIES),
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.__param_id_to_grad_partition",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.grad_partitions_flat_buffer",
     "deepspeed.utils.mixed_precision_linkage:link_hp_params._hp_mapping",

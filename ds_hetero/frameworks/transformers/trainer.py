@@ -436,12 +436,17 @@ def _compute_loss(
     unlike = unlike_steps(registry, trainer) if trainer.model.training else None
     if unlike is not None and not unlike.is_scaling:
 
-        def loss_and_outputs(batch: Batch, num_items: torch.Tensor | None) -> Any:
-            return stock(trainer, model, {**batch}, True, num_items)  # which may take entries out of it
+        def loss_and_outputs(called: object, batch: Batch, num_items: torch.Tensor | None) -> Any:
+            return stock(trainer, called, {**batch}, True, num_items)  # which may take entries out of it
 
-        loss, outputs = unlike.loss(loss_and_outputs, inputs, num_items_in_batch)
+        loss, outputs = unlike.loss(loss_and_outputs, model, inputs, num_items_in_batch, multiplies=True)
         _say_whether_scaled(trainer, scaled=True)
         return (loss, outputs) if return_outputs else loss
+    if unlike is not None:  # called by a `compute_loss` of the Trainer's class
+        returned: Any = stock(trainer, model, inputs, return_outputs, num_items_in_batch)
+        if num_items_in_batch is not None:
+            unlike.note_multiplied(returned[0] if return_outputs else returned)
+        return returned
     split = _shared_by_ranks(registry, trainer)
     if split is not None and wanted_results() is not None and _smooths_alike(trainer, inputs, num_items_in_batch):
         return _smoothed(functools.partial(stock, trainer, model), trainer, split.replica, inputs, return_outputs)

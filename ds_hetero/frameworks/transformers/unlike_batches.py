@@ -14,22 +14,23 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 from transformers import Trainer
 
 from ds_hetero.engine.ds_config import says_batches
 from ds_hetero.engine.registry import Registry
-from ds_hetero.engine.whole_model import WholeModel, in_evaluation
+from ds_hetero.engine.unlike_losses import UnlikeLosses
+from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.loss_units import Batch, Probe, UnitCounts, labels_of, num_rows, probe, unit_of_probes
+from ds_hetero.runtime.data.loss_units import Batch, UnitCounts, labels_of, num_rows
 from ds_hetero.runtime.data.sample_loader import MicroBatchWeights
 from ds_hetero.runtime.data.sampling import reader_inside
-from ds_hetero.runtime.loss import scaled_loss
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.values.section import SECTION
 
-_MEANS = frozenset({"SFTTrainer"})  # of TRL, whose loss is a sum over tokens, divided by the Trainer's items
-Compute = Callable[[Batch, Tensor | None], tuple[Tensor, object]]
+_MULTIPLYING = frozenset({"SFTTrainer"})  # of TRL, which multiply by the ranks past `Trainer.compute_loss`
+Compute = Callable[[object, Batch, Tensor | None], tuple[Tensor, object]]
 
 
 class Filler(dict[str, object]):
@@ -84,18 +85,17 @@ class UnlikeSteps:
 
     Attributes:
         is_scaling: the loss that ``Trainer.compute_loss`` returns is a part of one that is scaled by its caller.
-        computes_loss_itself: the Trainer's class makes its loss past ``Trainer.compute_loss``, and its unit is declared
-            or found.
+        computes_loss_itself: the Trainer's class has a ``compute_loss`` of its own.
     """
 
     def __init__(self, trainer: Trainer, model: WholeModel) -> None:
         self._trainer, self._model = trainer, model
         self._has_read, self._latest = False, None  # a batch, which fills up the steps that have too few
-        self._adds_up, self._micro_batches = False, 1  # means of the micro-batches of a step, as one process does
+        self._losses = UnlikeLosses(model)
+        self._of_trainer: list[Node] = []  # multiplications by the ranks, which one process does not do
+        self._micro_batches = 1  # of one process, in this step
         self.is_scaling = False
-        is_own = type(trainer).compute_loss is not Trainer.compute_loss
-        is_mean = model.loss_convention is not None or any(kind.__name__ in _MEANS for kind in type(trainer).__mro__)
-        self.computes_loss_itself = is_own and is_mean
+        self.computes_loss_itself = type(trainer).compute_loss is not Trainer.compute_loss
 
     @contextlib.contextmanager
     def scaling_own_loss(self) -> Iterator[None]:
@@ -103,10 +103,13 @@ class UnlikeSteps:
         trainer, own = self._trainer, self._trainer.compute_loss
 
         def compute_loss(model: object, inputs: Batch, num_items_in_batch: Tensor | None = None) -> Tensor:
-            def compute(batch: Batch, num_items: Tensor | None) -> tuple[Tensor, object]:
-                return own(model, {**batch}, num_items_in_batch=num_items), None
+            def compute(called: object, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, object]:
+                loss = own(called, {**batch}, num_items_in_batch=num_items)
+                if num_items is not None and any(kind.__name__ in _MULTIPLYING for kind in type(trainer).__mro__):
+                    self.note_multiplied(loss)
+                return loss, None
 
-            return self.loss(compute, inputs, num_items_in_batch)[0]
+            return self.loss(compute, model, inputs, num_items_in_batch)[0]
 
         trainer.compute_loss, self.is_scaling = compute_loss, True
         try:
@@ -127,7 +130,6 @@ class UnlikeSteps:
             BatchError: on every rank: they draw different samples, or the first step is too short.
         """
         taken: list[Batch] = []
-        self._micro_batches = num_batches
 
         def read() -> tuple[list[UnitCounts], int]:
             reader = reader_inside(self._trainer.callback_handler.train_dataloader)
@@ -151,6 +153,7 @@ class UnlikeSteps:
                 "Trainer more samples, or smaller batches."
             )
         self._has_read = True
+        self._micro_batches = max(len(counts) for counts, _ in of_ranks)
         own = of_ranks[dist.get_rank()][0]
         self._latest = taken[-1] if taken else self._latest
         fillers = [Filler(self._latest or {}) for _ in range(num_batches - len(taken))]
@@ -169,43 +172,38 @@ class UnlikeSteps:
         of_tokens = total.token_mean if moved or getattr(trainer, "_loss_shifts_labels", True) else total.label_mean
         return torch.tensor(of_tokens if labels.dim() > 1 else total.sample_mean, device=device)
 
-    def loss(self, compute: Compute, inputs: Batch, num_items: Tensor | None) -> tuple[Tensor, object]:
+    def loss(
+        self, compute: Compute, engine: object, inputs: Batch, num_items: Tensor | None, *, multiplies: bool = False
+    ) -> tuple[Tensor, object]:
         """Loss and outputs of a micro-batch; the loss is a part of that of the global batch, times the ranks.
 
         Args:
-            compute: ``Trainer.compute_loss`` of a batch and a number of items.
+            compute: ``Trainer.compute_loss`` of a model, a batch and a number of items.
+            multiplies: ``compute`` is the Trainer's own, which multiplies by the ranks a loss that is divided by items.
 
         Caller: every rank of the world.
         """
         model = self._model
         if model.needs_probe:
             with self._noting_nothing():
-                model.expect_samples_apart(lambda batch: compute(batch, None)[0], inputs)
-        if model.loss_convention is None:
-            self._find_unit(compute, inputs, num_items)
-        unit, weights = model.loss_convention, model.latest_batch
-        is_filler = not any(weights.counts)
-        if unit == "items":
-            loss, outputs = compute(inputs, num_items)
-            return scaled_loss(loss, 0.0 if is_filler else 1.0), outputs
-        assert unit is not None
-        loss, outputs = compute(inputs, None)
-        own, of_step = getattr(weights.counts, unit), getattr(weights.counts_of_step, unit)
-        times = self._micro_batches if self._adds_up else 1
-        return scaled_loss(loss, times * own * dist.get_world_size() / max(of_step, 1)), outputs
+                model.expect_samples_apart(lambda batch: compute(model.model, batch, None)[0], inputs)
+        self._of_trainer = []
+        loss, outputs = compute(engine, inputs, num_items)
+        if multiplies and num_items is not None:
+            self.note_multiplied(loss)
+        items = None if num_items is None else float(num_items)
+        loss = self._losses.weigh_for_trainer(loss, model.latest_batch, items, self._of_trainer)
+        if not self._takes_means_for_parts(inputs):
+            loss = loss / self._micro_batches
+        return loss, outputs
 
-    def _find_unit(self, compute: Compute, inputs: Batch, num_items: Tensor | None) -> None:
-        """Find by what losses are to be weighed: by the items that the Trainer counts, or by the units of a mean."""
-        name = type(self._model.model).__name__
-        for divisor in (num_items, None) if num_items is not None else (None,):
-            probes = self._probe(compute, inputs, divisor)
-            try:
-                self._model.loss_convention = unit = unit_of_probes(probes, name)
-                self._adds_up = unit != "items" and self._takes_means_for_parts(inputs)
-                return
-            except ConfigError:
-                if divisor is None:
-                    raise
+    def note_multiplied(self, loss: Tensor) -> None:
+        """Note a loss that ``Trainer.compute_loss`` has multiplied by the ranks, which one process does not."""
+        arguments = self._trainer.args
+        takes_items = self._trainer.model_accepts_loss_kwargs or self._trainer.compute_loss_func
+        node = loss.grad_fn
+        if arguments.average_tokens_across_devices and takes_items and node is not None and "Mul" in node.name():
+            self._of_trainer.append(node)
 
     def _takes_means_for_parts(self, inputs: Batch) -> bool:
         """Whether one process adds up the means of a step's micro-batches.
@@ -217,13 +215,6 @@ class UnlikeSteps:
             return bool(says)
         takes_items = "labels" in inputs and self._trainer.model_accepts_loss_kwargs
         return takes_items or self._trainer.compute_loss_func is not None
-
-    def _probe(self, compute: Compute, inputs: Batch, num_items: Tensor | None) -> list[Probe]:
-        def loss_of(batch: Batch) -> Tensor:
-            return compute(batch, num_items)[0]
-
-        with self._noting_nothing(), in_evaluation(self._model.model):
-            return on_all_ranks(lambda: probe(loss_of, inputs, num_rows(inputs), by_items=num_items is not None))
 
     @contextlib.contextmanager
     def _noting_nothing(self) -> Iterator[None]:

@@ -201,14 +201,6 @@ _DECLARE = (
 )
 
 
-def expect_declared(name: str) -> ConfigError:
-    """Error for a loss that is not the model's own, of a batch that has a row of labels for every sample."""
-    return ConfigError(
-        f"the ranks take different batches, and the loss given to backward is not the one that {name} returned, so "
-        f"what it is a mean over is not known. Say it: {_DECLARE}; or use the model's own loss."
-    )
-
-
 def loss_in(outputs: object) -> Tensor | None:
     """The loss that a module returned: ``outputs.loss``, or a scalar; None where there is none."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)

@@ -7,7 +7,7 @@ pipeline's micro-batches. Plain integers; nothing here imports torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_hetero.common.reading import MAX_BATCH, expect_whole_number
 from ds_hetero.errors import ScheduleError
@@ -54,8 +54,17 @@ class BatchSplit:
         """Return a pipeline's micro-batches ``[start, stop)`` among the first ``samples`` samples of a step.
 
         The last step of an epoch may have fewer samples than `samples`; they are shared in the same proportions, so
-        that no pipeline gets more than it has room for.
+        that no pipeline gets more than it has room for. Pipelines with as many micro-batches each take theirs of the
+        same micro-batch of one process, so that a mean over that is made of theirs.
         """
+        count, whole = self.micro_batches[0], sum(self.micro_batch_sizes)
+        if count > 1 and set(self.micro_batches) == {count}:
+            of_one = replace(self, micro_batches=(1,) * len(self.micro_batches))
+            return [
+                (first + start, first + stop)
+                for first in range(0, samples, whole)
+                for start, stop in of_one.micro_batches_of(pipeline, min(whole, samples - first))
+            ]
         start, stop = Split(share(samples, self.samples_of)).ranges[pipeline]
         size = self.micro_batch_sizes[pipeline]
         return [(first, min(first + size, stop)) for first in range(start, stop, size)]

@@ -176,6 +176,18 @@ def _own_loss() -> tuple[type, dict[str, Any]]:
     return OwnLoss, {}
 
 
+def _class_weights() -> tuple[type, dict[str, Any]]:
+    from transformers import Trainer
+
+    class Weighted(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+            return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), weight=torch.linspace(0.1, 3, VOCAB))
+
+    return Weighted, {}
+
+
 def _loss_function() -> tuple[None, dict[str, Any]]:
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
         logits, moved = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
@@ -193,6 +205,7 @@ def _sft() -> tuple[type, dict[str, Any]]:
 
 TRAINERS: dict[str, tuple[Callable[[], tuple[Any, dict[str, Any]]], str | None]] = {
     "compute_loss": (_own_loss, "token_mean"),
+    "class weights": (_class_weights, None),
     "compute_loss_func": (_loss_function, None),
     "SFTTrainer": (_sft, None),
 }
@@ -204,7 +217,7 @@ def _train(rank: int, stage: int | None, name: str) -> Any:
 
     make, unit = TRAINERS[name]
     kind, more = make()
-    options: dict[str, Any] = {"dataset": samples(12)}
+    options: dict[str, Any] = {"dataset": samples(16 if name == "class weights" else 12)}
     if name == "SFTTrainer":
         from datasets import Dataset
         from trl import SFTConfig
@@ -224,7 +237,10 @@ def _train(rank: int, stage: int | None, name: str) -> Any:
     batch = sum(BATCH) if stage is None else sum(BATCH) // 2
     if kind is not None and name != "SFTTrainer":
         options["more"] = {"eval_dataset": None}
-    trainer = make_trainer(ds, 0, kind, per_device_train_batch_size=batch, gradient_accumulation_steps=1, **options)
+    accumulated = 2 if name == "class weights" else 1
+    trainer = make_trainer(
+        ds, 0, kind, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulated, **options
+    )
     trainer.train()
     logs = [{key: value for key, value in entry.items() if key != "num_input_tokens_seen"} for entry in logged(trainer)]
     return logs, parameters(trainer.model, stage or 0)

@@ -47,12 +47,18 @@ def test_every_sample_of_a_step_is_in_one_micro_batch(listed: list[tuple[int, in
     split = BatchSplit(micro_batch_sizes=sizes, micro_batches=counts)
     samples = data.draw(st.integers(0, split.samples))
     parts = [split.micro_batches_of(replica, samples) for replica in range(len(sizes))]
-    assert [i for part in parts for start, stop in part for i in range(start, stop)] == list(range(samples))
+    assert sorted(i for part in parts for start, stop in part for i in range(start, stop)) == list(range(samples))
     for part, size, count in zip(parts, sizes, counts, strict=True):
         assert len(part) <= count
         assert all(0 < stop - start <= size for start, stop in part)
     if samples == split.samples:
         assert [len(part) for part in parts] == list(counts)
+
+
+def test_micro_batches_of_as_many_on_each_are_of_one_micro_batch_of_one_process() -> None:
+    split = BatchSplit(micro_batch_sizes=(3, 1), micro_batches=(2, 2))
+    assert [split.micro_batches_of(replica, 8) for replica in (0, 1)] == [[(0, 3), (4, 7)], [(3, 4), (7, 8)]]
+    assert [split.micro_batches_of(replica, 6) for replica in (0, 1)] == [[(0, 3), (4, 6)], [(3, 4)]]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

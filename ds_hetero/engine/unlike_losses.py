@@ -1,0 +1,212 @@
+"""Losses of ranks that take different batches, weighed by what their graphs say.
+
+At every micro-batch each rank reads the terms of its loss (`loss_graph`), the ranks exchange what they are divided by,
+and every term's gradient is multiplied by this rank's share of it (`loss_weights`). In the same exchange stand the
+buffers that a forward has changed, and whether a loss has operations that none before had: then samples of the latest
+batch are probed again (`sample_probe`).
+
+Micro-batches that are accumulated: a unit that is declared, or that the model's own loss shows at the first batch, is
+weighed by the count of the whole step; any other by the count of the micro-batch, which all ranks take of one
+micro-batch of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from ds_hetero.common.text import announce
+from ds_hetero.engine.whole_model import WholeModel
+from ds_hetero.errors import ConfigError
+from ds_hetero.runtime.collectives import on_all_ranks
+from ds_hetero.runtime.data.loss_graph import LossTerms, no_nans, on_nodes, read_terms
+from ds_hetero.runtime.data.loss_units import UnitCounts
+from ds_hetero.runtime.data.loss_weights import (
+    RankLoss,
+    TermWeight,
+    expect_same_buffers,
+    explain,
+    unit_of_counts,
+    weigh_terms,
+)
+from ds_hetero.runtime.data.row_operations import mixing_node
+from ds_hetero.runtime.data.sample_loader import MicroBatchWeights
+from ds_hetero.runtime.loss import scaled_loss, shown_loss
+from ds_hetero.values.section import SECTION
+
+
+class UnlikeLosses:
+    """Weighs the losses of one model."""
+
+    def __init__(self, model: WholeModel) -> None:
+        self._model = model
+        self._releases: list[Callable[[], None]] = []
+        self._has_said = False
+
+    def weigh(self, loss: Tensor, batch: MicroBatchWeights, divisor: int) -> Tensor:
+        """The same value, with the gradient of this rank's part of the loss of the step, times the ranks.
+
+        Args:
+            divisor: micro-batches of a step, by which the engine divides.
+
+        Caller: every rank of the world, once per micro-batch.
+        Collectives: one `on_all_ranks`; see `WholeModel.probe_again`.
+
+        Raises:
+            ConfigError: what the loss is divided by is not known; see `weigh_terms`; on every rank.
+            ModelError: samples see each other, or buffers follow them; on every rank.
+        """
+        terms, of_ranks = self._read(loss, batch)
+        if self._is_declared_alone(of_ranks):
+            unit = self._model.loss_convention
+            assert unit is not None
+            own, of_step = getattr(batch.counts, unit), getattr(batch.counts_of_step, unit)
+            return shown_loss(loss, dist.get_world_size() * divisor * own / max(of_step, 1))
+        weights = self._weights(of_ranks)
+        factors = [self._factor_of_step(one, of_ranks, batch, divisor) for one in weights]
+        self._releases += on_nodes(terms, factors)
+        return shown_loss(loss, 1.0)
+
+    def weigh_for_trainer(
+        self,
+        loss: Tensor,
+        batch: MicroBatchWeights,
+        items: float | None,
+        of_trainer: Collection[Node],
+    ) -> Tensor:
+        """This rank's part of the loss of a micro-batch, times the ranks, in value and in gradient.
+
+        Args:
+            items: what the Trainer gave the model to divide a sum by.
+            of_trainer: see `read_terms`.
+
+        Caller, Collectives, Raises: as `weigh`.
+        """
+        terms, of_ranks = self._read(loss, batch, of_trainer)
+        if self._is_declared_alone(of_ranks):
+            unit = self._model.loss_convention
+            assert unit is not None
+            own, total = getattr(batch.counts, unit), sum(getattr(one.counts, unit) for one in of_ranks)
+            return scaled_loss(loss, dist.get_world_size() * own / max(total, 1))
+        weights = self._weights(of_ranks, items)
+        factors = [one.factor for one in weights]
+        varying = [one.factor for one in weights if one.kind != "common"] or factors
+        if len({round(factor, 12) for factor in factors}) == 1:
+            no_nans(terms)
+            return scaled_loss(loss, factors[0])
+        on_nodes(terms, factors)
+        if len({round(factor, 12) for factor in varying}) > 1 and not self._has_said:
+            self._has_said = True
+            if dist.get_rank() == 0:
+                announce(
+                    f"the loss of {type(self._model.model).__name__} has terms that are divided by unlike numbers: its "
+                    "gradients are those of one process; the loss that is logged weighs all by the first one's"
+                )
+        return shown_loss(loss, 1.0, value=loss.detach() * varying[0])
+
+    def release(self) -> None:
+        """Take the factors off the graph of the latest loss."""
+        for release in self._releases:
+            release()
+        self._releases = []
+
+    def _read(
+        self, loss: Tensor, batch: MicroBatchWeights, of_trainer: Collection[Node] = ()
+    ) -> tuple[LossTerms, list[RankLoss]]:
+        model, name = self._model, type(self._model.model).__name__
+        read: list[LossTerms] = []
+
+        def describe() -> RankLoss:
+            rows = model.rows
+            terms = read_terms(loss, rows, of_trainer)
+            read.append(terms)
+            statistics = model.explain_divisors() if any(one.divisors for one in terms.terms) else {}
+            by_term = [
+                [entry for divisor in one.divisors for entry in explain(divisor, statistics)] for one in terms.terms
+            ]
+            mixing = None
+            if loss.grad_fn is not None and terms.problem is None:
+                mixing = mixing_node(loss.grad_fn, terms.linear, model.output_nodes, rows)
+            samples = batch.counts.sample_mean or rows
+            return RankLoss(
+                [*terms.terms],
+                terms.problem,
+                rows if rows > 1 else max(samples, 1),
+                batch.counts,
+                by_term,
+                model.changed_buffers(),
+                model.note_nodes(loss),
+                mixing,
+            )
+
+        of_ranks = on_all_ranks(describe)
+        expect_same_buffers(of_ranks, name)
+        if any(one.has_new_nodes for one in of_ranks):
+            model.probe_again()
+        return read[0], of_ranks
+
+    def _is_declared_alone(self, of_ranks: Sequence[RankLoss]) -> bool:
+        """Whether the declared unit is all that is known of a loss. Raises `ConfigError`: the loss contradicts it."""
+        model = self._model
+        unit = model.loss_convention
+        if not model.is_declared or unit is None:
+            return False
+        if any(one.problem is not None or len(one.terms) != len(of_ranks[0].terms) for one in of_ranks):
+            return True
+        terms = [[one.terms[i] for one in of_ranks] for i in range(len(of_ranks[0].terms))]
+        means = [one for one in terms if all(term.kind == "mean" for term in one)]
+        if any(term.kind == "sum" for one in terms for term in one):
+            return True
+        if any(_goes_by(unit, [term.count for term in one], of_ranks) for one in means):
+            return False
+        counts = "; ".join(", ".join(f"{term.count:g}" for term in one) for one in means)
+        declared = ", ".join(str(getattr(one.counts, unit)) for one in of_ranks)
+        raise ConfigError(
+            f'"{SECTION}.loss" is "{unit}", but the loss of {type(model.model).__name__} is a mean over {counts} on '
+            f"the ranks, which have {declared}. Leave the key out: "
+            "what a loss is a mean over is read from its graph."
+        )
+
+    def _weights(self, of_ranks: Sequence[RankLoss], items: float | None = None) -> list[TermWeight]:
+        model = self._model
+        if model.is_declared:
+            of_ranks = [one._replace(mixing=None) for one in of_ranks]
+        return weigh_terms(of_ranks, dist.get_rank(), type(model.model).__name__, model.divisors, items)
+
+    def _factor_of_step(
+        self, weight: TermWeight, of_ranks: Sequence[RankLoss], batch: MicroBatchWeights, divisor: int
+    ) -> float:
+        """The factor of a term where the micro-batches of a step are accumulated."""
+        model, split = self._model, self._model.replica.batch_split
+        assert split is not None
+        if weight.kind != "mean" or split.micro_steps == 1:
+            return weight.factor
+        is_of_one = len(set(split.micro_batches)) == 1  # all ranks take parts of one micro-batch of one process
+        if model.loss_convention is None and is_of_one:
+            return weight.factor
+        units = UnitCounts._fields if model.loss_convention is None else (model.loss_convention,)
+        shares_by_rank = {
+            tuple(getattr(one.counts, unit) / max(getattr(batch.counts_of_step, unit), 1) for one in of_ranks)
+            for unit in units
+            if unit_of_counts(weight.counts, of_ranks, [unit]) is not None
+        }
+        if len(shares_by_rank) == 1:
+            share: float = shares_by_rank.pop()[dist.get_rank()]
+            return dist.get_world_size() * divisor * share
+        if is_of_one:
+            return weight.factor
+        counts = ", ".join(f"{one:g}" for one in weight.counts)
+        raise ConfigError(
+            f"the loss of {type(model.model).__name__} is a mean over {counts} on the ranks, and they accumulate "
+            f"{split.micro_batches} micro-batches: what the others of a step are divided by does not show in this one. "
+            f'Give all ranks one number of micro-batches, or say it: "{SECTION}": {{"loss": "sample_mean"}}, '
+            '"label_mean" or "token_mean".'
+        )
+
+
+def _goes_by(unit: str, counts: Sequence[float], of_ranks: Sequence[RankLoss]) -> bool:
+    counted = [0.0 if one.is_filler else count for count, one in zip(counts, of_ranks, strict=True)]
+    return unit_of_counts(counted, of_ranks, [unit]) is not None

@@ -1,0 +1,332 @@
+"""Factors of every rank's terms of a loss, by which the engine's average of gradients is that of one process.
+
+Of a term that rank r computes as A_r / D_r, one process on all samples computes (sum of A_r) / (sum of D_r), and of a
+sum A_r the sum of all. The engine averages over W ranks, so that the factors are
+
+    mean      W D_r / (sum of D_r)
+    sum       W
+    common    1, of parameters alone
+
+What a sum is divided by may be a count of its batch, as of boxes, or a number that stands for itself, which nothing but
+evidence tells apart: a number that differs between ranks, and is whole, counts; one that a probe of the first batch has
+found to grow with the rows counts, or to be the same. What stays open is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ds_hetero.errors import ConfigError, ModelError
+from ds_hetero.runtime.data.loss_graph import Term
+from ds_hetero.runtime.data.loss_units import UnitCounts
+from ds_hetero.values.section import SECTION
+
+SAME = 1e-6  # relative difference up to which numbers of ranks are equal, by the order of sums in fp32
+_WHOLE = 1e-4  # as much as a number differs from a whole one that has an epsilon added, or is a sum of fp32
+
+DivisorKind = Literal["count", "number"]
+
+REMEDY = (
+    "Give backward such a term by handle.ratio(total, count) (handle = ds_hetero.register()): a sum over this rank's "
+    f'samples, and the number that it is divided by; or declare what the whole loss is a mean over, "{SECTION}": '
+    '{"loss": "sample_mean"}, "label_mean" or "token_mean"; or use equal batches.'
+)
+
+
+class RankLoss(NamedTuple):
+    """What a rank says of its loss."""
+
+    terms: list[Term]
+    problem: str | None
+    rows: int
+    counts: UnitCounts
+    explained: list[list[str]]  # by term, the entries of the batch whose total, or number of non-zeros, is its divisor
+    buffers: dict[str, float]  # totals of those that have changed since the micro-batch before
+    has_new_nodes: bool  # kinds of operations that no loss before had
+    mixing: str | None  # an operation of the loop by which samples see each other
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether the micro-batch only fills the step up."""
+        return not any(self.counts)
+
+
+@dataclass(frozen=True)
+class TermWeight:
+    """A term of all ranks: this rank's share of it, and whether it is a mean."""
+
+    factor: float
+    kind: Literal["mean", "sum", "common", "items"]
+    counts: tuple[float, ...] = ()  # by rank, of a mean
+
+
+def weigh_terms(
+    of_ranks: Sequence[RankLoss],
+    rank: int,
+    name: str,
+    divisors: dict[str, DivisorKind],
+    items: float | None = None,
+) -> list[TermWeight]:
+    """By term the factor of this rank, see the table at the top.
+
+    Args:
+        name: of the module.
+        divisors: by path what divisors of sums are known to be; added to.
+        items: what the Trainer divides a sum by, so that parts of a step add up.
+
+    Raises:
+        ConfigError: a term is not known to be a sum, or a mean over something, or ranks have other terms; the same on
+            every rank.
+    """
+    if (problem := next((one.problem for one in of_ranks if one.problem is not None), None)) is not None:
+        raise ConfigError(
+            f"the ranks take different batches, and the loss of {name} {problem}: what one process computes on the "
+            f"global batch cannot be made of the ranks' losses. {REMEDY}"
+        )
+    if not all(one.is_filler for one in of_ranks) and (
+        mixing := next((one.mixing for one in of_ranks if one.mixing), None)
+    ):
+        raise ConfigError(
+            f"the ranks take different batches, and the loss that the loop makes of outputs of {name} has {mixing}, of "
+            "which is not known that it keeps samples apart. Return the loss from the module, whose samples are "
+            f"probed; or {REMEDY[0].lower()}{REMEDY[1:]}"
+        )
+    paths = [[term.path for term in one.terms] for one in of_ranks]
+    if any(one != paths[0] for one in paths):
+        shown = "; ".join(f"rank {i}: {_show(one)}" for i, one in enumerate(paths))
+        raise ConfigError(
+            f"the ranks take different batches, and their losses of {name} are made of different terms ({shown}). "
+            "Compute every term on every rank, also where no sample of its batch has one: a sum over nothing is zero. "
+            f"{REMEDY}"
+        )
+    return [
+        _weigh([one.terms[i] for one in of_ranks], i, of_ranks, rank, name, divisors, items)
+        for i in range(len(paths[0]))
+    ]
+
+
+def _weigh(
+    terms: Sequence[Term],
+    index: int,
+    of_ranks: Sequence[RankLoss],
+    rank: int,
+    name: str,
+    divisors: dict[str, DivisorKind],
+    items: float | None,
+) -> TermWeight:
+    kind, path, world = terms[0].kind, terms[0].path, len(terms)
+    if any(one.kind != kind for one in terms):
+        raise _refusal(name, path, f"is a {' on one rank, a '.join(sorted({one.kind for one in terms}))} on another")
+    own = terms[rank]
+    if kind == "common":
+        if not _alike([one.fingerprint for one in terms]) or not _alike([one.factor for one in terms]):
+            raise _refusal(name, path, "is of parameters, and of numbers that differ between ranks")
+        return TermWeight(0.0 if all(one.is_filler for one in of_ranks) else 1.0 / own.extra, "common")
+    if all(one.factor == 0 for one in terms):  # an annealed term that has not begun
+        return TermWeight(1.0, kind)
+    if kind == "mean":
+        counts = _counts_of_mean(terms, of_ranks, name)
+    else:
+        divided_by = [math.inf if one.factor == 0 else 1 / one.factor for one in terms]
+        if items is not None and all(_divides_by(one, items) for one in terms):
+            return TermWeight((0.0 if of_ranks[rank].is_filler else world) / own.extra, "items")
+        meaning = _meaning(terms, divided_by, index, of_ranks, name, divisors)
+        if meaning == "number":
+            return TermWeight((0.0 if of_ranks[rank].is_filler else world) / own.extra, "sum")
+        counts = [0.0 if one.is_empty else value for one, value in zip(terms, divided_by, strict=True)]
+    counts = [0.0 if one.is_filler else count for one, count in zip(of_ranks, counts, strict=True)]
+    total = math.fsum(counts)
+    return TermWeight(world * counts[rank] / total / own.extra if total else 0.0, "mean", tuple(counts))
+
+
+def _divides_by(term: Term, number: float) -> bool:
+    return any(math.isclose(one, number, rel_tol=SAME) for one in term.divisors)
+
+
+def _counts_of_mean(terms: Sequence[Term], of_ranks: Sequence[RankLoss], name: str) -> list[float]:
+    path, counts, rows = terms[0].path, [one.count for one in terms], [one.rows for one in of_ranks]
+    factors = [one.factor for one in terms]
+    if not _alike(factors):
+        # As of a mean that is multiplied with the samples and divided by the boxes.
+        counts = [math.inf if factor == 0 else count / factor for count, factor in zip(counts, factors, strict=True)]
+        if not all(map(_is_whole, counts)) or _alike(counts):
+            raise _refusal(
+                name, path, f"is a mean times a number that differs between ranks ({_show(factors)}), and is no count"
+            )
+        return counts
+    if _are_shares(terms, rows):
+        raise _refusal(
+            name, path, "is a mean with weights whose mean is the same on every rank: they share out a batch"
+        )
+    if not terms[0].of_elements or any(one.is_chosen for one in terms):
+        return counts
+    by_row = [count / row for count, row in zip(counts, rows, strict=True)]
+    if not _alike(rows) and _alike(counts):
+        raise _refusal(
+            name,
+            path,
+            f"is a mean over {counts[0]:g} numbers on every rank, whose samples are {_show(rows)}: a mean of "
+            "what their samples have been put together to",
+        )
+    if not _alike(by_row) and len({one.inner for one in terms}) > 1 and all(one.inner for one in terms):
+        raise _refusal(
+            name,
+            path,
+            f"is a mean over all places of its samples, which are padded to different lengths: of sizes "
+            f"{'; '.join(_show(one.inner) for one in terms)} on the ranks, and to one length on one process. Count no "
+            "padding, as by ignore_index or a mask and its sum, or pad to one length",
+        )
+    return counts
+
+
+def _meaning(
+    terms: Sequence[Term],
+    divided_by: Sequence[float],
+    index: int,
+    of_ranks: Sequence[RankLoss],
+    name: str,
+    divisors: dict[str, DivisorKind],
+) -> DivisorKind:
+    """Whether what a sum is divided by counts, or is a number."""
+    path, rows = terms[0].path, [one.rows for one in of_ranks]
+    known = divisors.get(path)
+    if not any(one.has_factor for one in terms):
+        if _are_shares(terms, rows):
+            raise _refusal(
+                name, path, "is a sum with weights whose total is the same on every rank: they share out a batch"
+            )
+        return "number"
+    if _alike(divided_by):
+        if known is not None:
+            return known
+        raise _refusal(
+            name,
+            path,
+            f"is a sum divided by {divided_by[0]:g} on every rank, whose samples are {_show(rows)}: whether "
+            "that is a number, or counts something of a batch, does not show",
+        )
+    if known == "number":
+        raise _refusal(
+            name, path, f"is a sum divided by {_show(divided_by)} on the ranks, and was by one number before"
+        )
+    if len({len(one.divisors) for one in terms}) > 1:
+        raise _refusal(name, path, "is a sum divided by more numbers on one rank than on another")
+    rest = [1 / (one.factor * math.prod(one.divisors)) if one.factor and all(one.divisors) else 1.0 for one in terms]
+    for values in [*zip(*(one.divisors for one in terms), strict=True), *([] if _alike(rest) else [tuple(rest)])]:
+        if not _alike(values):
+            _expect_count(values, terms, index, of_ranks, name)
+    divisors[path] = "count"
+    return "count"
+
+
+def _expect_count(
+    values: Sequence[float], terms: Sequence[Term], index: int, of_ranks: Sequence[RankLoss], name: str
+) -> None:
+    """Refuse numbers that sums are divided by, by rank, unless they count. Raises `ConfigError`."""
+    path, rows = terms[0].path, [one.rows for one in of_ranks]
+    is_any = [not one.is_empty for one in terms]
+    if all(one.weights is not None for one in terms):
+        of_weights = [
+            value / one.weights.total
+            for value, one, counts in zip(values, terms, is_any, strict=True)
+            if counts and one.weights is not None and one.weights.total
+        ]
+        if _alike(of_weights):
+            return
+    explained = [set(one.explained[index]) for one in of_ranks]
+    if _alike([value / row for value, row in zip(values, rows, strict=True)]) or set.intersection(*explained):
+        return
+    if not all(_is_whole(value) or not counts for value, counts in zip(values, is_any, strict=True)):
+        raise _refusal(
+            name, path, f"is a sum divided by {_show(values)} on the ranks, which count nothing that is known here"
+        )
+    # Divided by the larger of its number and one, which hides that a rank has none.
+    if any(abs(value) == 1 and counts for value, counts in zip(values, is_any, strict=True)):
+        raise _refusal(
+            name,
+            path,
+            f"is a sum divided by {_show(values)} on the ranks: whether one was counted where that is 1, or "
+            "none, does not show",
+        )
+
+
+def _are_shares(terms: Sequence[Term], rows: Sequence[int]) -> bool:
+    """Whether weights of samples were divided by their own total, or mean, on every rank."""
+    weights = [one.weights for one in terms if one.weights is not None]
+    if len(weights) < len(terms) or not any(one.varies and not one.is_mask for one in weights):
+        return False
+    totals, means = (
+        [one.total for one in weights],
+        [one.total / one.elements if one.elements else 0.0 for one in weights],
+    )
+    return (_alike(totals) and not _alike(rows)) or (_alike(means) and terms[0].kind == "mean")
+
+
+def _refusal(name: str, path: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"the ranks take different batches, and a term of the loss of {name} ({_short(path)}) {what}, so what one "
+        f"process computes on the global batch is not known. {REMEDY}"
+    )
+
+
+def _alike(values: Sequence[float]) -> bool:
+    """Whether all are one number, up to rounding."""
+    return not values or all(
+        one == values[0] or math.isclose(one, values[0], rel_tol=SAME) or (one != one and values[0] != values[0])
+        for one in values
+    )
+
+
+def _is_whole(value: float) -> bool:
+    return math.isfinite(value) and abs(value - round(value)) <= _WHOLE and abs(value) > 0.5
+
+
+def _show(values: Sequence[object]) -> str:
+    return ", ".join(f"{one:g}" if isinstance(one, float) else str(one) for one in values) or "none"
+
+
+def _short(path: str) -> str:
+    """The last nodes of a path."""
+    return " of ".join(node.removesuffix("Backward0") for node in path.split("/")[-3:])
+
+
+def unit_of_counts(counts: Sequence[float], of_ranks: Sequence[RankLoss], units: Sequence[str]) -> str | None:
+    """The first of ``units`` by which a mean's counts go on all ranks; None where they go by none."""
+    for unit in units:
+        wanted: list[int] = [getattr(one.counts, unit) for one in of_ranks]
+        shares: list[float] = [count / want for count, want in zip(counts, wanted, strict=True) if want]
+        if (
+            shares
+            and _alike(shares)
+            and all((count == 0) == (want == 0) for count, want in zip(counts, wanted, strict=True))
+        ):
+            return unit
+    return None
+
+
+def expect_same_buffers(of_ranks: Sequence[RankLoss], name: str) -> None:
+    """Refuse buffers that ranks change to different values. Raises `ModelError` on every rank: there is one."""
+    for buffer in dict.fromkeys(buffer for one in of_ranks for buffer in one.buffers):
+        values = [one.buffers.get(buffer) for one in of_ranks]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values) or not _alike(known):
+            raise ModelError(
+                f"the ranks take different batches, and {name} changes its buffer {buffer} by them (totals by rank "
+                f"{', '.join('unchanged' if one is None else f'{one:.6g}' for one in values)}): one process would make "
+                "it of the global batch. Leave out what follows the batch, such as running means and moving averages "
+                "of data, put the layer into eval(), or take equal batches in place of "
+                f'"{SECTION}.batch".'
+            )
+
+
+def explain(divisor: float, statistics: Mapping[str, tuple[float, float]]) -> list[str]:
+    """The entries of a batch whose total or number of non-zeros is a divisor."""
+    return [
+        f"{entry} {what}"
+        for entry, values in statistics.items()
+        for what, value in zip(("total", "non-zeros"), values, strict=True)
+        if math.isclose(abs(divisor), value, rel_tol=SAME)
+    ]
