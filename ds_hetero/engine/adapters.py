@@ -25,6 +25,7 @@ from ds_hetero.runtime.data.shard_info import ShardInfo
 from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_checks import TokenWeights
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows
 from ds_hetero.values.plans import Plan
@@ -72,6 +73,7 @@ class SplitModel(Protocol):
     asked_for_documents: bool
     placer: Placer
     checks: BatchChecks
+    token_weights: TokenWeights | None
 
     @property
     def takes_shards(self) -> bool:
@@ -108,6 +110,10 @@ class SplitModel(Protocol):
     @property
     def shifts_labels_itself(self) -> bool:
         """Whether its own loss moves labels, so that ours is made from its logits."""
+
+    @property
+    def own_loss(self) -> str:
+        """Name of the loss function that the script gave the model; empty for cross entropy of tokens."""
 
     def expect_tokenwise(self) -> None:
         """Refuse a shard where the head pools over the sequence. Raises `ModelError`."""

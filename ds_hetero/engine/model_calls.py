@@ -84,6 +84,12 @@ class _SplitCalls(ModelCalls):
         model, replica, divisor = self._model, self._model.replica, 1
         if has_loss_of_batch(outputs) and num_items is None:
             return super().loss(outputs, batch, None)
+        if model.own_loss:
+            raise ConfigError(
+                f"handle.loss weighs the cross entropy of tokens, and {type(model.model).__name__} has a loss function "
+                f"of its own, {model.own_loss}, whose value on the whole batch is engine(**batch).loss. Give "
+                "handle.loss these outputs without num_items, or take their loss."
+            )
         labels = labels_that_count(batch)
         num_tokens = labels.ne(IGNORE_INDEX).sum()
         mean = None if has_loss_of_batch(outputs) else getattr(outputs, "loss", None)

@@ -177,6 +177,19 @@ def rescaled_loss(
     return _with_factor(loss, loss.detach(), (wanted * per_unit[convention]).to(loss.dtype))
 
 
+def loss_of_replica(loss: Tensor, replica: Replica, *, adds_up: bool = False) -> Tensor:
+    """A loss by the convention ``"replica_mean"`` in the scale that the engine averages.
+
+    Args:
+        adds_up: losses of replicas and micro-batches add up to that of the optimizer step, since each was divided by
+            the labels of all; else they are averaged over replicas.
+    """
+    share = dist.get_world_size() / (replica.num_replicas * replica.sp_size)
+    factor = share * (replica.num_replicas if adds_up else 1)
+    value = loss.detach() * (dist.get_world_size() / replica.sp_size if adds_up else 1)
+    return _with_factor(loss, value, loss.new_tensor(factor))
+
+
 def scaled_loss(loss: Tensor, factor: Tensor | float) -> Tensor:
     """``loss`` times a factor by which the engine's average is right; where it is 0, also of a loss that is NaN."""
     factor = torch.as_tensor(factor, device=loss.device).to(loss.dtype)

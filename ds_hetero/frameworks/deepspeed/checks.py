@@ -11,16 +11,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
+from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.hooks import SplitEngine
 from ds_hetero.frameworks.deepspeed.installer import HookedEngine
 from ds_hetero.frameworks.deepspeed.zero.used_parameters import used_parameters_of
-from ds_hetero.runtime.step_checks import StepCheck, Verdict
+from ds_hetero.runtime.step_checks import StepCheck, TokenWeights, Verdict
 
 
 def checks_of_model(hooked: SplitEngine) -> list[StepCheck]:
     """Checks of an engine whose model is split over the sequence, or runs whole on every rank; on every rank alike."""
-    return [SameGroups(hooked), used_parameters_of(hooked.engine)]
+    checks: list[StepCheck] = [SameGroups(hooked), used_parameters_of(hooked.engine)]
+    model, engine = hooked.model, hooked.engine
+    if not isinstance(model, WholeModel):
+        model.token_weights = TokenWeights(model, engine.gradient_accumulation_steps(), scales=engine.fp16_enabled())
+        checks.append(model.token_weights)
+    return checks
 
 
 class SameGroups:

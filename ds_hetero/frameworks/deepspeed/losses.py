@@ -71,6 +71,9 @@ class LossScaling:
             BatchError: the batch did not come from the loader, so that its labels or samples are not known; on every
                 rank.
         """
+        weights = self._model.token_weights
+        if weights is not None:
+            weights.note_backward(loss, divisor, is_scaled=is_scaled(loss))
         if isinstance(self._model, WholeModel):
             loss = self._by_unit(self._model, loss, divisor, micro_step)
         elif not is_scaled(loss):
@@ -141,7 +144,7 @@ class LossScaling:
                 f'"{SECTION}": {{"loss": "local_mean"}}, a mean over the rank\'s own labels; "local_sum", their sum; '
                 '"local_share", their sum over the number of labels in the replica.'
             )
-        if convention != "replica_mean" and alike and all(alike):
+        if convention != "replica_mean" and alike and all(alike) and self._model.token_weights is None:
             raise ConfigError(
                 f'"{SECTION}.loss" is "{convention}", but the loss given to backward is the same on all ranks of each '
                 f"replica (by rank {by_rank}), as it is by handle.loss and by the recipe. Leave the key out."

@@ -67,6 +67,7 @@ class Engine(Protocol):
     tput_timer: ThroughputTimer
 
     bfloat16_enabled: Callable[[], bool]  # whether the model is trained in bf16
+    fp16_enabled: Callable[[], bool]  # whether the model is trained in fp16, with losses scaled
     gradient_accumulation_steps: Callable[[], int]  # micro-batches of a step, by which ``backward`` divides the loss
     is_gradient_accumulation_boundary: Callable[[], bool]  # whether the optimizer steps on the present gradients
     load_universal_checkpoint: Callable[[], bool]  # whether checkpoints to load are universal ones

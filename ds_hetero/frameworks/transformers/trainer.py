@@ -452,6 +452,13 @@ def _compute_loss(
         return _smoothed(functools.partial(stock, trainer, model), trainer, split.replica, inputs, return_outputs)
     if split is None or not split.takes_shards or wanted_results() is not None:
         return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
+    if split.own_loss:
+        given = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        outputs = model(**inputs, **given)
+        # Divided by the labels of the step, losses of replicas add up; the engine averages.
+        loss = outputs.loss * (1 if num_items_in_batch is None else split.replica.num_replicas)
+        _say_whether_scaled(trainer, scaled=num_items_in_batch is not None)
+        return (loss, outputs) if return_outputs else loss
     labels = inputs["shift_labels"]
     is_scaled = num_items_in_batch is not None
     if not is_scaled:

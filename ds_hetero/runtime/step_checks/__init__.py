@@ -2,9 +2,11 @@
 
 protocol   a check: this rank's few numbers, and a verdict from the numbers of all ranks
 exchange   all checks of one engine: one exchange per optimizer step
+token_weights   the weight of each label in the gradient of the loss
 """
 
 from ds_hetero.runtime.step_checks.exchange import StepChecks
 from ds_hetero.runtime.step_checks.protocol import StepCheck, Undecided, Verdict
+from ds_hetero.runtime.step_checks.token_weights import TokenWeights
 
-__all__ = ["StepCheck", "StepChecks", "Undecided", "Verdict"]
+__all__ = ["StepCheck", "StepChecks", "TokenWeights", "Undecided", "Verdict"]

@@ -148,14 +148,14 @@ def _contradict(rank: int) -> list[str]:
 
     handle = ds_hetero.register()
     said = []
-    for declared, how, copied in (
-        (None, "local_mean", 0),
-        ("local_mean", "replica_mean", 0),
-        ("local_mean",) * 2 + (1,),
+    for declared, how, copied, checks in (
+        (None, "local_mean", 0, "on"),
+        ("local_mean", "replica_mean", 0, "off"),  # with checks, the gradient shows that nothing is wrong
+        ("local_mean", "local_mean", 1, "on"),
     ):
         model = llama()
         config = ds_config(1, UNEVEN_2)
-        config["heterogeneity"] |= {} if declared is None else {"loss": declared}
+        config["heterogeneity"] |= {"checks": checks} | ({} if declared is None else {"loss": declared})
         engine, *_ = deepspeed.initialize(model=model, optimizer=sgd(model), config=config)
         batch = next(iter(handle.dataloader([collate(samples(2))], batches="same")))
         if copied:
@@ -163,6 +163,7 @@ def _contradict(rank: int) -> list[str]:
         loss = _loss(engine(**batch).logits, batch["shift_labels"], how, handle.replica)
         with pytest.raises(HeteroError) as caught:
             engine.backward(loss)
+            engine.step()
         said.append(str(caught.value))
     batch = next(iter(handle.dataloader([collate(samples(2))], batches="same")))
     _loss(engine(**batch).logits, batch["shift_labels"], "local_mean", handle.replica).backward()

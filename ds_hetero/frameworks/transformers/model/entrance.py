@@ -43,10 +43,11 @@ from ds_hetero.engine.forward_mode import (
     wanted_results,
 )
 from ds_hetero.engine.patching import Function, Patches
-from ds_hetero.errors import BatchError
+from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.frameworks.transformers.attention import NAME
 from ds_hetero.frameworks.transformers.model.evaluation_call import EvaluationCall
 from ds_hetero.frameworks.transformers.model.model_checks import router_loss_problem
+from ds_hetero.frameworks.transformers.model.own_loss import loss_by_own_function
 from ds_hetero.frameworks.transformers.model.recurrent_layers import KEYWORD
 from ds_hetero.frameworks.transformers.model.sharded_call import Called, ShardedCall
 from ds_hetero.frameworks.transformers.model.tiles import Tiles
@@ -54,7 +55,14 @@ from ds_hetero.runtime.attention.local_batch import LocalBatch
 from ds_hetero.runtime.data.shard_info import is_part, is_placeholder, shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch, Entries, forget_shards, is_shard
 from ds_hetero.runtime.documents import BOUNDARIES, expect_one_set_of_boundaries
-from ds_hetero.runtime.loss import cross_entropy_sum, mark_loss_of_batch, sequence_parallel_loss
+from ds_hetero.runtime.loss import (
+    cross_entropy_sum,
+    has_loss_of_batch,
+    loss_of_replica,
+    mark_loss_of_batch,
+    sequence_parallel_loss,
+)
+from ds_hetero.runtime.step_checks import TokenWeights
 from ds_hetero.runtime.step_clock import IDLE
 
 
@@ -265,7 +273,7 @@ class Entrance:
         return None if self._at_decoder else wanted
 
     def _tiles_of(self, kwargs: Batch) -> Tiles | None:
-        """Tiles that compute the loss of this call, where the loss is made here."""
+        """Tiles that compute the loss of this call, where the loss is made here. Raises `ModelError`: it cannot be."""
         is_ours = kwargs.get("shift_labels") is not None and kwargs.get("labels") is None
         return self.tiles if is_ours and self._call is None and self._model.takes_shards else None
 
@@ -320,7 +328,73 @@ class Entrance:
         loss_sum: Callable[[], Any] | None = None
         if self.tiles is not None and run is not None:
             loss_sum = functools.partial(self.tiles.loss_sum, run, made, kwargs)
-        add_loss(output, kwargs, forward, self._model.router_term(output), loss_sum)
+        if self._model.own_loss:
+            add_own_loss(self._model, output, kwargs, forward)
+        else:
+            add_loss(output, kwargs, forward, self._model.router_term(output), loss_sum)
+        if self._model.token_weights is not None and torch.is_grad_enabled():
+            note_logits(self._model.token_weights, output, kwargs, self._model.own_loss)
+
+
+def note_logits(weights: TokenWeights, outputs: Any, batch: Batch, own_loss: str) -> None:
+    """Let a check see the gradient of the logits that a forward on a shard has made, if it has made some."""
+    info = shard_info(batch.get("position_ids"))
+    labels = batch.get("shift_labels")
+    if labels is None and info is not None:
+        labels = info.labels
+    logits = outputs.get("logits") if isinstance(outputs, ModelOutput) else None
+    if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or logits.dim() != 3:
+        return
+    if logits.shape[:2] == labels.shape:
+        is_plain = has_loss_of_batch(outputs) and not own_loss
+        expected = outputs.get("loss") if is_plain else None
+        weights.note_forward(logits, labels, expected, None if info is None else info.num_items)
+
+
+def add_own_loss(model: Called, outputs: Any, batch: Batch, forward: ShardedForward) -> None:
+    """Set ``outputs.loss`` as `add_loss` does, by the model's own ``loss_function``.
+
+    Caller: every rank of the replica, once per forward on a shard.
+    Collectives: those of `loss_by_own_function`; where the model adds a loss of its routers, one all_reduce.
+
+    Raises:
+        BatchError: replicas take different batches, whose losses are weighed by labels.
+        ModelError: see `loss_by_own_function`; or logits are computed tile by tile.
+    """
+    labels, replica = batch.get("shift_labels"), forward.replica
+    if labels is None or not isinstance(outputs, ModelOutput):
+        return
+    name = type(model.pretrained).__name__
+    if batch.get("labels") is not None or outputs.get("loss") is not None:
+        raise BatchError(
+            f"{name} was given labels and shift_labels, and computes {model.own_loss} of this rank's tokens alone, "
+            "which need not be a mean over tokens. Leave labels out: engine(**batch).loss is "
+            f"{model.own_loss} of the whole batch."
+        )
+    logits = outputs.get("logits")
+    if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
+        raise ModelError(
+            f"{name} has a loss function of its own, {model.own_loss}, which takes the logits of all tokens, and none "
+            'were made. Leave "tile_tokens" out.'
+        )
+    if replica.batch_split is not None:
+        raise BatchError(
+            f"replicas take different batches ({replica.batch_split}), whose losses are weighed by their labels, and "
+            f"{name} has a loss function of its own, {model.own_loss}, that need not be a mean over "
+            "labels. Give all replicas the same micro_batch_size and micro_batches."
+        )
+    with forward.clock.phase(IDLE, "loss"):
+        placement, num_items = forward.batch.placement, batch.get("num_items_in_batch")
+        moves = model.moves_labels
+        own = loss_by_own_function(model.pretrained, logits, labels, placement, replica, moves, num_items)
+        loss = loss_of_replica(own, replica)
+        term = model.router_term(outputs)
+        if isinstance(term, Tensor):
+            num_tokens = labels.ne(IGNORE_INDEX).sum()
+            loss = loss + sequence_parallel_loss(num_tokens * term, num_tokens, replica)
+    outputs["loss"] = loss
+    OrderedDict.move_to_end(outputs, "loss", last=False)  # outputs[0], as in one process
+    mark_loss_of_batch(outputs)
 
 
 def add_loss(

@@ -24,6 +24,7 @@ from transformers.utils import ModelOutput
 from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.forward_mode import Wanted
 from ds_hetero.errors import BatchError, ModelError
+from ds_hetero.frameworks.transformers.model.own_loss import loss_by_own_function
 from ds_hetero.frameworks.transformers.model.router_losses import adds_router_loss
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.collectives import on_all_ranks
@@ -142,6 +143,16 @@ class ShardedCall:
             return self._token_results(outputs)
         one_shorter = type(outputs).__name__ in self._wanted.shorter_outputs
         whole = {name: self._whole(name, entry, one_shorter) for name, entry in outputs.items()}
+        if whole.get("loss") is not None and self._model.own_loss and self._labels is not None:
+            whole["loss"] = loss_by_own_function(
+                self._model.pretrained,
+                outputs.logits,
+                self._labels,
+                self._placement,
+                self._replica,
+                self._model.moves_labels,
+                self._num_items,
+            )
         return type(outputs)(**{name: entry for name, entry in whole.items() if entry is not None})
 
     def _expect_named(self, outputs: Any) -> None:

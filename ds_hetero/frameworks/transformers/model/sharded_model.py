@@ -34,6 +34,7 @@ from ds_hetero.frameworks.transformers.model.model_checks import (
     pretrained_of,
     why_evaluated_whole,
 )
+from ds_hetero.frameworks.transformers.model.own_loss import own_loss_function
 from ds_hetero.frameworks.transformers.model.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
 from ds_hetero.frameworks.transformers.model.router_losses import (
     has_router_loss,
@@ -51,6 +52,7 @@ from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_i
 from ds_hetero.runtime.data.shards import PACKING, Entries, is_shard
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_checks import TokenWeights
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
@@ -76,6 +78,7 @@ class ShardedModel:
             where the configuration does not name one.
         places_documents: batches may be placed by their documents, and not by their length alone.
         asked_for_documents: the section has them placed, so that rows are joined and the loader reads ahead.
+        token_weights: checks the loss of every step; None without checks.
         latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
     """
 
@@ -87,6 +90,7 @@ class ShardedModel:
         self.clock = StepClock(default_device())  # times the phases of this model's steps
         self.loss_convention: str | None = None
         self.latest_positions: Tensor | None = None
+        self.token_weights: TokenWeights | None = None
         self._verify: int | str = "first_batch"
         self._checked: set[str] = set()  # features of batches
         self._has_scaled_loss = False  # since the engine's last step
@@ -260,6 +264,11 @@ class ShardedModel:
         except (OSError, TypeError):  # made while the program runs
             return False
 
+    @property
+    def own_loss(self) -> str:
+        """Name of the loss function that the script gave the model; empty for cross entropy of tokens."""
+        return own_loss_function(self.pretrained)
+
     def router_term(self, outputs: Any) -> Tensor | float:
         """Term that the model adds to the mean loss of its tokens, for a loss that is made from its logits."""
         return router_term(self.pretrained, outputs) if self._has_router_loss else 0.0
@@ -336,13 +345,13 @@ class ShardedModel:
         Args:
             keeps_tiles: compute in tiles, as outside; else in one piece.
         """
-        kept = self.clock, self._observers, self.latest_positions
+        kept = self.clock, self._observers, self.latest_positions, self.token_weights
         tiles, self._entrance.tiles = self._entrance.tiles, self._entrance.tiles if keeps_tiles else None
-        self.clock, self._observers = StepClock(default_device()), ()
+        self.clock, self._observers, self.token_weights = StepClock(default_device()), (), None
         try:
             yield
         finally:
-            self.clock, self._observers, self.latest_positions = kept
+            self.clock, self._observers, self.latest_positions, self.token_weights = kept
             self._entrance.tiles = tiles
 
     def record_batches(self, observers: Sequence[Callable[[BatchLayout], None]]) -> None:

@@ -25,7 +25,7 @@ from ds_hetero.planner.documents import DocumentPlacer
 from ds_hetero.runtime.data.shard_info import attach, shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch, Entries, PlacedBatch, model_inputs, place, read_batch
 from ds_hetero.runtime.data.whole_batches import with_documents
-from ds_hetero.runtime.loss import cross_entropy_sum, sequence_parallel_loss
+from ds_hetero.runtime.loss import cross_entropy_sum, has_loss_of_batch, sequence_parallel_loss
 from ds_hetero.values.placement import stream_placement
 
 _TIE_BREAK = 0.05  # relative change of embeddings between two pairs
@@ -77,7 +77,7 @@ class Runs:
 
     def _sharded(self, shake: Callable[[Tensor], Tensor] | None) -> RecordedRun:
         inputs = dict(self._shard) | self._extra
-        if "shift_labels" in inputs and not self._model.shifts_labels_itself:
+        if "shift_labels" in inputs and not self._model.shifts_labels_itself and not self._model.own_loss:
             inputs["labels"] = inputs["shift_labels"]
         with sharding(True), comparing_forwards(), self._looking():
             run = self._record(inputs, self._own_shape, self._sharded_loss, shake)
@@ -88,6 +88,9 @@ class Runs:
         labels: Tensor | None = self._shard.get("shift_labels")
         if labels is None:
             return None
+        if self._model.own_loss and has_loss_of_batch(outputs):
+            loss: Tensor = outputs.loss
+            return loss
         num_labels, mean = labels.ne(IGNORE_INDEX).sum(), getattr(outputs, "loss", None)
         if self._model.shifts_labels_itself:
             loss_sum = cross_entropy_sum(outputs.logits, labels)

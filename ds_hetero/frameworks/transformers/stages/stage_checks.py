@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.frameworks.transformers.model.embeddings import depends_on_length
 from ds_hetero.frameworks.transformers.model.model_checks import check_model, head_counts, pretrained_of
+from ds_hetero.frameworks.transformers.model.own_loss import own_loss_function
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.frameworks.transformers.stages.meta import fill_buffers, is_on_meta
 from ds_hetero.frameworks.transformers.stages.parts import (
@@ -38,10 +39,18 @@ def check_cuttable(model: nn.Module) -> None:
     name = type(pretrained).__name__
     if not name.endswith(_HEAD):
         raise ModelError(f"{name} cannot be cut into pipeline stages: only models with a ...{_HEAD} head can.")
+    if own := own_loss_function(pretrained):
+        raise ModelError(
+            f"{name} has a loss function of its own, {own}, which takes the logits and labels of the whole batch; "
+            "pipelines run micro-batches, and add up the cross entropy of tokens. Leave model.loss_function alone, or "
+            'share sequences by a schedule without "parallel": "full", where it is called.'
+        )
     parts = parts_of(pretrained)
     if is_on_meta(model):
         fill_buffers(model, default_device())
     _expect_runs_parts_only(pretrained, parts)
+    if not is_on_meta(model):
+        _expect_token_loss(pretrained, parts)
 
 
 def impossible_inners(model: nn.Module) -> dict[str, str]:
@@ -155,6 +164,32 @@ def _expect_runs_parts_only(pretrained: PretrainedModel, parts: DecoderParts) ->
         raise ModelError(
             f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder {what}, which the stages "
             "after the first would do again or lack."
+        )
+
+
+def _expect_token_loss(pretrained: PretrainedModel, parts: DecoderParts) -> None:
+    """Refuse a model whose forward makes another loss of labels than the cross entropy of its logits, as stages do."""
+    assert isinstance(pretrained, nn.Module)
+    weight = next(pretrained.base_model.parameters())
+    width = pretrained.config.get_text_config().to_dict()["hidden_size"]
+    steps = torch.linspace(-1, 1, _PROBE_TOKENS * width, device=weight.device).sin()
+    hidden = steps.view(1, _PROBE_TOKENS, width).to(weight.dtype)
+    positions = torch.arange(_PROBE_TOKENS, device=weight.device)[None]
+    with _without_layers(pretrained.base_model, parts), torch.no_grad():
+        try:
+            outputs = pretrained(inputs_embeds=hidden, position_ids=positions, labels=positions, use_cache=False)
+        except (AttributeError, TypeError, KeyError, RuntimeError, IndexError):
+            return  # it does not run without layers; what stages need of it has been looked at
+    loss, logits = getattr(outputs, "loss", None), getattr(outputs, "logits", None)
+    if not isinstance(loss, Tensor) or not isinstance(logits, Tensor) or logits.shape[1] != _PROBE_TOKENS:
+        return
+    mean = nn.functional.cross_entropy(logits[0, :-1].float(), positions[0, 1:])
+    aux = getattr(outputs, "aux_loss", None)  # of routers, which has a rule of its own
+    if aux is None and not torch.allclose(loss.float(), mean, rtol=1e-2, atol=1e-3):
+        raise ModelError(
+            f"{type(pretrained).__name__} makes another loss of its labels than the cross entropy of its logits "
+            f"({float(loss):.4g} for {float(mean):.4g} in a short forward without layers), and pipelines compute the "
+            "latter. Share sequences by a schedule in place of pipelines."
         )
 
 
