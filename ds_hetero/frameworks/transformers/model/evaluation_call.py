@@ -27,6 +27,7 @@ from transformers.utils import ModelOutput
 
 from ds_hetero.engine.forward_mode import Wanted
 from ds_hetero.errors import ModelError
+from ds_hetero.frameworks.transformers.model.own_loss import loss_by_own_function
 from ds_hetero.frameworks.transformers.model.results_on_request import results_on_request
 from ds_hetero.frameworks.transformers.model.sharded_call import Called, ShardedCall, expect_number_of_logits
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch, Entries
@@ -44,7 +45,8 @@ class EvaluationCall(ShardedCall):
 
     def __init__(self, model: Called, arguments: Batch, wanted: Wanted) -> None:
         super().__init__(model, arguments, wanted)
-        self._is_ours = not arguments.get(_FUSED) and _is_cross_entropy(model)  # the loss is made here
+        self._is_fused = bool(arguments.get(_FUSED))
+        self._is_ours = not self._is_fused and _is_cross_entropy(model)  # the loss is made here
         if self._is_ours and self._labels is not None:
             for name in ("labels", "shift_labels"):
                 self.inputs.pop(name, None)
@@ -126,7 +128,18 @@ class EvaluationCall(ShardedCall):
             mean = outputs.get("loss")
             if mean is None:
                 return None
-            loss = mean_over_replica(mean - term, num_tokens, self._replica, self._num_items)
+            if self._model.own_loss and not self._is_fused:  # a mean of what it makes of parts is another loss
+                loss = loss_by_own_function(
+                    self._model.pretrained,
+                    outputs.logits,
+                    self._labels,
+                    self._placement,
+                    self._replica,
+                    self._model.moves_labels,
+                    self._num_items,
+                )
+            else:
+                loss = mean_over_replica(mean - term, num_tokens, self._replica, self._num_items)
         return loss + (term if self._num_items is None else term / self._wanted.num_replicas)
 
     def _sum_of_losses(self, outputs: ModelOutput) -> Tensor:
