@@ -1,6 +1,6 @@
 """``evaluate`` and ``predict`` of the HF Trainer and of TRL's SFTTrainer, over shards, give what one process gives.
 
-Budget: 60 s.
+Budget: 70 s.
 """
 
 from __future__ import annotations
