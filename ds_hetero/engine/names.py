@@ -9,6 +9,7 @@ PRIVATE_NAMES = (
     "torch.distributed.distributed_c10d:_get_default_store",
     "torch.distributed.rendezvous:_create_c10d_store",
     "torch.nn.modules.batchnorm:_BatchNorm",
+    "torch.utils.file_baton:FileBaton.wait",
 )
 """``module:attribute`` or ``module:Class.attribute``; checked when this engine is registered."""
 
