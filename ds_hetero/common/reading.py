@@ -20,6 +20,7 @@ import fnmatch
 import json
 import os
 import reprlib
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -304,9 +305,11 @@ def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
     Args:
         durable: also after the machine has lost power; it takes as long as the disk does.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    # O_EXCL: in a folder that others may write, a link of this name could lead to a file of this user's
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with open(draft, "w", encoding="utf-8") as file:
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             if durable:
                 file.flush()

@@ -43,6 +43,15 @@ def bytes_text(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f}"
 
 
+def unlike_bytes_texts(*sizes: int) -> tuple[str, ...]:
+    """Sizes in the largest unit in which they differ as they are printed: ``("10.20 MiB", "10.30 MiB")``."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        texts = tuple(f"{size / factor:,.2f} {unit}" for size in sizes)
+        if len(set(texts)) == len(set(sizes)) and min(sizes) * 100 >= factor:
+            return texts
+    return tuple(f"{size:,} bytes" for size in sizes)
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word that ``word`` is probably a misspelling of, upper and lower case aside; None if none is close.
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hetero.cluster import Cluster, load_cluster
+from ds_hetero.common.private_files import make_cache_folder
 from ds_hetero.common.reading import JsonDict, JsonObject, shortened, write_whole
 from ds_hetero.common.text import announce, ranks_by_value, ranks_text
 from ds_hetero.decision.batches import plan_of_batches
@@ -419,9 +420,10 @@ def _keep_plan(plan: Plan) -> Path | None:
         return None
     path = folder / "plans" / f"{plan.fingerprint:016x}.json"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_folder(folder)
+        make_cache_folder(path.parent)
         write_whole(path, json.dumps(plan.to_dict(), indent=1))
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         logger.warning("cannot keep the plan in %s: %s", path, error)
         return None
     return path

@@ -22,9 +22,10 @@ import torch
 
 from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.private_files import expect_own_file, make_cache_folder
 from ds_hetero.common.reading import JsonDict, JsonObject, read_file, write_whole
 from ds_hetero.common.text import bytes_text
-from ds_hetero.errors import ClusterError
+from ds_hetero.errors import ClusterError, ConfigError
 from ds_hetero.profiler.cluster_file import VERSION, RankFacts, cluster_content, fingerprint
 from ds_hetero.profiler.device_probes import AttentionProbe, SdpaProbe
 from ds_hetero.profiler.machine import busy_reason
@@ -143,8 +144,9 @@ def _profile_file(folder: Path | None, ranks: Sequence[RankFacts]) -> Path | Non
 def read_profile(path: Path, ranks: Sequence[RankFacts]) -> JsonDict | None:
     """Read a cached profile of ``ranks``; None where there is none that can be used."""
     try:
-        if not path.exists():
+        if not os.path.lexists(path):
             return None
+        expect_own_file(path)
         content: JsonDict = read_file(path, "profile", ClusterError, max_bytes=MAX_BYTES)
         profile = content["profile"]
         if (profile["version"], profile["fingerprint"]) != (VERSION, fingerprint(ranks)):
@@ -156,6 +158,9 @@ def read_profile(path: Path, ranks: Sequence[RankFacts]) -> JsonDict | None:
         if cluster.num_ranks != len(ranks):
             raise ValueError("it has another number of ranks")
         _expect_own_numbers(cluster, ranks, profile.get("samples"))
+    except ConfigError as error:
+        logger.warning("not reading a profile that others may have written, and measuring anew: %s", error)
+        return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         logger.warning("ignoring the damaged profile %s (%s: %s) and measuring anew", path, type(error).__name__, error)
         return None
@@ -189,8 +194,8 @@ def _expect_own_numbers(cluster: Cluster, ranks: Sequence[RankFacts], samples: A
 def _write(path: Path, content: JsonObject) -> None:
     """Write a profile completely or not at all: another job may read at any moment."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_folder(path.parent)
         write_whole(path, json.dumps(content))
         logger.info("wrote the profile %s", path)
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         logger.warning("cannot keep the profile in %s: %s", path, error)
