@@ -5,6 +5,9 @@
     num_ends, end/N  the last words of the ranks that have ended, in their order
     diagnosis        why the job cannot go on; the first one counts
 
+Whoever reaches the store can write to it: torch's has no secret. In an elastic job, whose processes share one, what
+ranks write has an HMAC (`sign_with`), and what has none is as if it were not there.
+
 A store that cannot be reached raises `torch.distributed.DistError` or a RuntimeError, from any method.
 
 Where the main thread of this process is, is read from its stack: no bookkeeping while it runs. Of the processes of
@@ -14,7 +17,10 @@ other ranks, those of the same host and container are looked at.
 from __future__ import annotations
 
 import functools
+import hashlib
+import hmac
 import json
+import logging
 import os
 import socket
 import sys
@@ -42,7 +48,16 @@ ENDED, FAILED, STOPPED = "ended", "failed", "stopped"
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 _num_boards = 0
+_key: bytes | None = None  # of the HMACs
+
+
+def sign_with(token: bytes) -> None:
+    """Sign what this rank writes, and believe only what is signed, on boards that are made from here on."""
+    global _key
+    _key = hmac.digest(token, b"board", hashlib.sha256)
 
 
 class Status(NamedTuple):
@@ -95,7 +110,9 @@ class Board:
         clone = getattr(store, "clone", None)
         self.has_lost_rank_0: Callable[[], bool] = lambda: False
         self._is_kept_by_rank_0 = _is_kept_by_rank_0(store)
-        self._store: Store = PrefixStore(f"ds_hetero/{_num_boards}/{attempt}", store if clone is None else clone())
+        self._prefix, self._key = f"ds_hetero/{_num_boards}/{attempt}", _key
+        self._store: Store = PrefixStore(self._prefix, store if clone is None else clone())
+        self._has_warned = False
         self._num_ends_read = 0
         self._ends: list[End] = []
         self._asked_at_s: float | None = None
@@ -120,7 +137,7 @@ class Board:
 
     def introduce(self, rank: int, process: JsonDict) -> None:
         """Tell the others which process this rank is."""
-        self._request(self._store.set, f"process/{rank}", json.dumps(process))
+        self._write(f"process/{rank}", process)
 
     def process(self, rank: int) -> JsonDict | None:
         """The process that a rank has introduced itself with."""
@@ -129,7 +146,7 @@ class Board:
 
     def write_status(self, rank: int, status: Status) -> None:
         """Write where this rank is."""
-        self._request(self._store.set, f"status/{rank}", json.dumps(status._replace(counts=dict(status.counts))))
+        self._write(f"status/{rank}", status._replace(counts=dict(status.counts)))
 
     def status(self, rank: int) -> Status | None:
         """The latest status of a rank."""
@@ -143,19 +160,22 @@ class Board:
     def write_end(self, end: End) -> None:
         """Write this rank's last words."""
         number = self._request(self._store.add, "num_ends", 1)
-        self._request(self._store.set, f"end/{number}", json.dumps(end))
+        self._write(f"end/{number}", end)
 
     def ends(self) -> list[End]:
         """The last words of all ranks that have ended."""
-        while (content := self._read(f"end/{self._num_ends_read + 1}")) is not None:
+        while self._request(self._store.check, [f"end/{self._num_ends_read + 1}"]):
             self._num_ends_read += 1
-            self._ends.append(End(*content))
+            content = self._read(f"end/{self._num_ends_read}")
+            if content is not None:
+                self._ends.append(End(*content))
         return self._ends
 
     def settle(self, diagnosis: list[str]) -> list[str]:
         """Write a diagnosis unless there is one; return the one that counts."""
-        content: list[str] = json.loads(self._request(self._store.compare_set, "diagnosis", "", json.dumps(diagnosis)))
-        return content
+        raw = self._request(self._store.compare_set, "diagnosis", "", self._signed("diagnosis", diagnosis))
+        content: list[str] | None = self._believed("diagnosis", raw)
+        return diagnosis if content is None else content
 
     def diagnosis(self) -> list[str] | None:
         """The diagnosis that counts, if there is one."""
@@ -164,7 +184,30 @@ class Board:
 
     def _read(self, key: str) -> Any:
         has_key = self._request(self._store.check, [key])
-        return json.loads(self._request(self._store.get, key)) if has_key else None
+        return self._believed(key, self._request(self._store.get, key)) if has_key else None
+
+    def _write(self, key: str, content: object) -> None:
+        self._request(self._store.set, key, self._signed(key, content))
+
+    def _signed(self, key: str, content: object) -> str:
+        text = json.dumps(content)
+        return text if self._key is None else f"{self._mac(key, text)} {text}"
+
+    def _believed(self, key: str, raw: bytes) -> Any:
+        """Content that a rank has written; None where somebody else has."""
+        text = raw.decode(errors="replace")
+        if self._key is not None:
+            mac, _, text = text.partition(" ")
+            if not hmac.compare_digest(mac.encode(), self._mac(key, text).encode()):
+                if not self._has_warned:
+                    logger.warning("somebody who is not of this job writes to its store (%s); it is ignored", key)
+                self._has_warned = True
+                return None
+        return json.loads(text)
+
+    def _mac(self, key: str, text: str) -> str:
+        assert self._key is not None
+        return hmac.new(self._key, f"{self._prefix}/{key}\0{text}".encode(), hashlib.sha256).hexdigest()
 
     def _request(self, ask: Callable[..., T], *args: Any) -> T:
         if self._is_kept_by_rank_0 and self.has_lost_rank_0():
