@@ -12,8 +12,8 @@ import deepspeed
 from ds_hetero.common.extras import untested_releases
 from ds_hetero.common.text import announce
 from ds_hetero.elastic.worker import own_worker
+from ds_hetero.engine import extension_lock, process
 from ds_hetero.engine import names as torch_names
-from ds_hetero.engine import process
 from ds_hetero.engine.adapters import Adapters
 from ds_hetero.engine.handle import Handle
 from ds_hetero.engine.patching import expect_package
@@ -27,6 +27,7 @@ from ds_hetero.frameworks.deepspeed.installer import expect_no_engine
 from ds_hetero.frameworks.transformers import adapter as transformers
 from ds_hetero.frameworks.transformers import names as transformers_names
 from ds_hetero.frameworks.trl import adapter as trl
+from ds_hetero.runtime.peers.board import sign_with
 
 _active: tuple[Handle, Registry] | None = None
 
@@ -55,13 +56,14 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     for names in (torch_names, deepspeed_names, accelerate_names, transformers_names):
         expect_package(names.PACKAGE, names.WORKS, names.PRIVATE_NAMES)
     expect_no_engine()
-    if process.is_elastic():
-        own_worker()
+    if process.is_elastic() and (worker := own_worker()) is not None:
+        sign_with(worker.token)
     adapters = Adapters(models=transformers, processes=accelerate, trainers=trl)
     registry = Registry(ds_config, adapters)
     registry.patches.on_undo(_forget)
     process.install_excepthook(registry.patches)
     process.install(registry.patches)
+    extension_lock.install(registry.patches)
     transformers.install(registry)
     deepspeed_engine.install(registry)
     accelerate.install(registry)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.elastic.network import Network, address_of
-from ds_hetero.elastic.node.wire import NodePlace
+from ds_hetero.elastic.node.place import NodePlace
 from ds_hetero.elastic.segments import SUFFIX, read_header
 
 _REPOSITORY = Path(__file__).resolve().parents[2]

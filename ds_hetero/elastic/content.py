@@ -1,7 +1,9 @@
 """Content of a segment: tensors raw, one behind the other, and a pickled rest in which numbers stand for them.
 
-What a thread may copy later is kept by reference; whatever a forward or the script may change before, by value: buffers
-of the model, and everything that is small.
+What the script can change is copied while it waits (`write_now`, or `take_now` where the segment has no pages yet).
+Only tensors that are held, which nobody changes before the next optimizer step, are left to a thread (`write_held`);
+the engine lets no step begin before they are copied. A script could still change one of them in place: the thread sees
+that by the tensors' versions, and such a copy does not count.
 """
 
 from __future__ import annotations
@@ -10,39 +12,60 @@ import io
 import math
 import mmap
 import pickle
-import zlib
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_hetero.elastic.segments import HEADER_BYTES, Header
+from ds_hetero.elastic.segments import HEADER_BYTES, Header, opened
 from ds_hetero.errors import CheckpointError
 
 _ALIGN = 64
 _SMALL_BYTES = 4096  # up to which tensors are pickled where they stand
 
 
+@dataclass
+class _Entry:
+    """A tensor and its place in the content."""
+
+    tensor: Tensor
+    address: int
+    start: int
+    version: int | None  # when it was captured; None where it is not held
+
+
 class Content:
     """A state, taken apart.
 
     Args:
-        at_once: addresses of tensors that are copied now, because somebody may change them before the thread comes.
+        held: addresses of tensors that nobody changes before `write_held` has copied them.
+        note_changed: takes the addresses of those that somebody has changed all the same.
     """
 
-    def __init__(self, state: Any, at_once: Collection[int] = ()) -> None:
-        self._tensors: list[Tensor] = []
+    def __init__(
+        self,
+        state: Any,
+        held: Collection[int] = (),
+        note_changed: Callable[[set[int]], None] = lambda _: None,
+    ) -> None:
+        self._note_changed = note_changed
+        tensors: list[Tensor] = []
         rest = io.BytesIO()
-        _Pickler(rest, self._tensors, at_once).dump(state)
+        _Pickler(rest, tensors).dump(state)
         index, end = [], 0
-        for tensor in self._tensors:
+        self._entries: list[_Entry] = []
+        for tensor in tensors:
             start = -(-end // _ALIGN) * _ALIGN
             end = start + tensor.numel() * tensor.element_size()
             index.append((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
-        self._index, self._starts = pickle.dumps((index, rest.getvalue())), [start for _, _, start in index]
+            address = tensor.data_ptr()
+            is_held = address in held and not tensor.is_inference()  # which has no version
+            self._entries.append(_Entry(tensor, address, start, tensor._version if is_held else None))
+        self._index = pickle.dumps((index, rest.getvalue()))
         self._end = end
 
     @property
@@ -55,29 +78,47 @@ class Content:
         """Length of the part that is pickled."""
         return len(self._index)
 
-    def write_tensors(self, room: memoryview) -> None:
-        """Copy the tensors; from here on they may change."""
-        for tensor, start in zip(self._tensors, self._starts, strict=True):
-            target = torch.frombuffer(room, dtype=tensor.dtype, count=tensor.numel(), offset=start)
-            target.view(tensor.shape).copy_(tensor)
-        self._tensors.clear()
-
-    def write_rest(self, room: memoryview) -> int:
-        """Write what is pickled; return the checksum of all."""
+    def write_now(self, room: memoryview) -> None:
+        """Copy what is not held, and what is pickled; from here on the script may change it."""
+        for entry in self._entries:
+            if entry.version is None:
+                _write(entry, room)
+        self._entries = [entry for entry in self._entries if entry.version is not None]
         room[self._end : self.num_bytes] = self._index
-        return zlib.crc32(room[: self.num_bytes])
+
+    def take_now(self) -> None:
+        """Copy what is not held to memory of this process, where there is no room for it yet; as `write_now`."""
+        for entry in self._entries:
+            if entry.version is None:
+                entry.tensor = entry.tensor.to("cpu", copy=True)
+
+    def write_held(self, room: memoryview) -> bool:
+        """Copy what is held; return False, where some of it was changed since, and the content is not to be used."""
+        for entry in self._entries:
+            _write(entry, room)
+        changed = {entry.address for entry in self._entries if entry.tensor._version != entry.version}
+        self._entries.clear()
+        if changed:
+            self._note_changed(changed)
+        return not changed
+
+
+def _write(entry: _Entry, room: memoryview) -> None:
+    tensor = entry.tensor
+    target = torch.frombuffer(room, dtype=tensor.dtype, count=tensor.numel(), offset=entry.start)
+    target.view(tensor.shape).copy_(tensor)
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor], at_once: Collection[int]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file, protocol=5)
-        self._tensors, self._at_once = tensors, at_once
+        self._tensors = tensors
         self._numbers: dict[Any, int] = {}
 
     def reducer_override(self, value: object) -> tuple[Callable[[int], Tensor], tuple[int]]:
         """Let a number stand for a tensor; unlike for ``persistent_id``, nobody asks for each number in a list."""
         if type(value) is nn.Parameter:
-            value = value.data
+            value = value.detach()  # whose version is that of the parameter, as that of ``data`` is not
         if type(value) is not Tensor or value.numel() * value.element_size() <= _SMALL_BYTES:
             return NotImplemented  # type: ignore[no-any-return]
         if value.layout is not torch.strided or value.is_quantized:
@@ -85,8 +126,7 @@ class _Pickler(pickle.Pickler):
         key = value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
         if key not in self._numbers:
             self._numbers[key] = len(self._tensors)
-            value = value.detach()
-            self._tensors.append(value.clone() if value.data_ptr() in self._at_once else value)
+            self._tensors.append(value.detach())
         return _tensor, (self._numbers[key],)
 
 
@@ -97,14 +137,17 @@ def _tensor(number: int) -> Tensor:
     return _tensors.get()[number]
 
 
-def read_content(path: Path, header: Header) -> Any:
-    """The state in a segment that is known to be undamaged; its tensors lie in pages of this process alone.
+def read_content(segment: Path | int, header: Header) -> Any:
+    """The state in a segment that `is_undamaged`, for it is unpickled; its tensors lie in pages of this process alone.
+
+    Args:
+        segment: its file, or a descriptor of one.
 
     Raises:
         CheckpointError: the segment was written by something else.
     """
-    with path.open("rb") as file:
-        content = mmap.mmap(file.fileno(), header.file_bytes, access=mmap.ACCESS_COPY)
+    with opened(segment) as descriptor:
+        content = mmap.mmap(descriptor, header.file_bytes, access=mmap.ACCESS_COPY)
     view = memoryview(content)
     try:
         index, rest = pickle.loads(view[header.file_bytes - header.index_bytes :])
@@ -120,4 +163,5 @@ def read_content(path: Path, header: Header) -> Any:
         finally:
             _tensors.reset(token)
     except Exception as error:  # pickle raises what it meets in the bytes
-        raise CheckpointError(f"{path.name} cannot be read ({type(error).__name__}: {error}).") from error
+        name = "a segment" if isinstance(segment, int) else segment.name
+        raise CheckpointError(f"{name} cannot be read ({type(error).__name__}: {error}).") from error

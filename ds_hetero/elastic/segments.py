@@ -5,6 +5,9 @@
 A segment is marked dirty before its content is touched, and gets its header last. So a process that is killed at any
 byte leaves a segment that is dirty or whole, never one that only looks whole. Pages are reused from save to save.
 
+A part of the content is unpickled by whoever loads it. So the header has an HMAC by the job's token, of its own fields
+and of the content, and nobody unpickles before it was found to be right: neither damage nor another user's segment.
+
 Imports no torch: the keeper of a node runs without.
 
 Rules by which ranks agree on saves: pure functions, so that a model of them can be tried through.
@@ -19,23 +22,30 @@ slot_bytes      what that takes of every node's memory
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
 import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from ds_hetero.common.private_files import open_file
 from ds_hetero.common.reading import MAX_RANKS, MAX_STEPS, is_whole
 
 HEADER_BYTES = 4096
 SUFFIX = ".seg"
 _PREFIX = struct.Struct("<II")  # length of the text, its CRC
-_VERSION = 1
+_VERSION = 2
 _MAX_BYTES = 2**50
+GROWTH_BYTES = 1 << 16  # segments are multiples of it: what is pickled grows by some bytes from save to save
+_CHUNK_BYTES = 4 << 20  # of a content, hashed by one thread
+_HASH_THREADS = 4  # SHA-256 takes 0.56 CPU s per GB where a CRC takes 0.24; two threads make up for it
 
 
 @dataclass(frozen=True, kw_only=True, order=True, slots=True)
@@ -56,8 +66,8 @@ class Header:
     save: Save  # that this is a part of
     rank: int
     end_bytes: int
-    crc32: int
     index_bytes: int  # length of the description of the tensors, at the content's end
+    mac: str = ""  # of the other fields and the content, see `signed`
 
     def to_bytes(self) -> bytes:
         """The text of the header, with its length and checksum before it."""
@@ -81,7 +91,7 @@ def parse_header(raw: bytes) -> Header | None:
         return None
     try:
         return _checked(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
@@ -89,38 +99,83 @@ def _checked(content: dict[str, Any]) -> Header | None:
     version, save = content.pop("version"), Save(**content.pop("save"))
     header = Header(save=save, **content)
     numbers = ((save.step, MAX_STEPS), (save.world_size, MAX_RANKS), (header.rank, save.world_size - 1))
-    sizes = (header.end_bytes, header.crc32, header.index_bytes)
+    sizes = (header.end_bytes, header.index_bytes)
     is_sound = (
         version == _VERSION
         and all(is_whole(number, 0, most) for number, most in numbers)
         and all(is_whole(size, 0, _MAX_BYTES) for size in sizes)
-        and all(isinstance(text, str) for text in (save.start, header.job, header.model))
+        and all(isinstance(text, str) for text in (save.start, header.job, header.model, header.mac))
         and header.index_bytes <= header.end_bytes
     )
     return header if is_sound else None
 
 
-def read_header(path: Path) -> Header | None:
-    """Read the header of a segment; None where it is not whole, or shorter than it says."""
+def signed(header: Header, content: memoryview, token: bytes) -> Header:
+    """The header with the HMAC of itself and its content, by the job's token; 0.6 CPU s per GB."""
+    fields = asdict(replace(header, mac=""))
+    text = json.dumps({"version": _VERSION, **fields}, sort_keys=True).encode()
+    key = hmac.digest(token, b"segment", hashlib.sha256)
+    return replace(header, mac=hmac.new(key, text + b"\0" + _digests(content), hashlib.sha256).hexdigest())
+
+
+def is_genuine(header: Header, content: memoryview, token: bytes) -> bool:
+    """Whether this content was written under this header by somebody who has the token."""
+    return hmac.compare_digest(header.mac.encode(), signed(header, content, token).mac.encode())
+
+
+def _digests(content: memoryview) -> bytes:
+    """SHA-256 of every chunk, one behind the other."""
+
+    def digest(start: int) -> bytes:
+        with content[start : start + _CHUNK_BYTES] as chunk:
+            return hashlib.sha256(chunk).digest()
+
+    starts = range(0, len(content), _CHUNK_BYTES)
+    if len(starts) < 2:
+        return b"".join(map(digest, starts))
+    with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1, len(starts))) as pool:
+        return b"".join(pool.map(digest, starts))
+
+
+def read_header(segment: Path | int) -> Header | None:
+    """Read the header of a segment; None where it is not whole, or shorter than it says.
+
+    Args:
+        segment: its file, or a descriptor of one.
+
+    Raises:
+        ConfigError: the file is not this user's alone.
+    """
     try:
-        with path.open("rb") as file:
-            header = parse_header(file.read(HEADER_BYTES))
-            size = os.fstat(file.fileno()).st_size
+        with opened(segment) as descriptor:
+            header = parse_header(os.pread(descriptor, HEADER_BYTES, 0))
+            size = os.fstat(descriptor).st_size
     except OSError:
         return None
     return header if header is not None and header.file_bytes <= size else None
 
 
-def is_undamaged(path: Path, header: Header) -> bool:
-    """Whether the content has the checksum of its header; 0.3 s per GB."""
+def is_undamaged(segment: Path | int, header: Header, token: bytes) -> bool:
+    """Whether the content of a segment has the HMAC of its header."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), header.file_bytes, access=mmap.ACCESS_READ) as content:
-            view = memoryview(content)[HEADER_BYTES : header.file_bytes]
-            crc = zlib.crc32(view)
-            view.release()
+        with (
+            opened(segment) as descriptor,
+            mmap.mmap(descriptor, header.file_bytes, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped)[HEADER_BYTES : header.file_bytes] as content,
+        ):
+            return is_genuine(header, content, token)
     except (OSError, ValueError):
         return False
-    return crc == header.crc32
+
+
+@contextlib.contextmanager
+def opened(segment: Path | int) -> Iterator[int]:
+    """A descriptor of a segment, to read from; see `read_header`."""
+    descriptor = os.dup(segment) if isinstance(segment, int) else open_file(segment)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 class SegmentFile:
@@ -128,10 +183,12 @@ class SegmentFile:
 
     Args:
         path: of its file, made with the first content.
+        descriptor: of a file without a name that is written instead, see `os.memfd_create`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
         self.path = path
+        self.descriptor = descriptor
         self._map: mmap.mmap | None = None
 
     def begin(self, num_bytes: int) -> memoryview:
@@ -142,8 +199,9 @@ class SegmentFile:
         """
         size = HEADER_BYTES + num_bytes
         if self._map is None or len(self._map) < size:
+            size = -(-size // GROWTH_BYTES) * GROWTH_BYTES
             self.close()
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            descriptor = self._open()
             try:
                 os.pwrite(descriptor, bytes(_PREFIX.size), 0)
                 size = max(size, os.fstat(descriptor).st_size)
@@ -153,6 +211,13 @@ class SegmentFile:
                 os.close(descriptor)
         self._map[: _PREFIX.size] = bytes(_PREFIX.size)
         return memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + num_bytes]
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `begin` need not wait for pages: they were given to a content as long before."""
+        return self._map is not None and len(self._map) >= HEADER_BYTES + num_bytes
+
+    def _open(self) -> int:
+        return open_file(self.path, os.O_RDWR | os.O_CREAT) if self.descriptor is None else os.dup(self.descriptor)
 
     def finish(self, header: Header) -> None:
         """Make the segment whole: the text first, then its length and checksum."""

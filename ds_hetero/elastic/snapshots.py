@@ -1,7 +1,8 @@
 """Snapshots of a running job: taken every k steps, copied by a thread, sent to other nodes, committed by agreement.
 
     before_step()   waits until the thread has copied what the step is about to change
-    after_step()    one all-reduce; every k steps the newest save that all have is committed, and the next is taken
+    after_step()    one all-reduce; every k steps the newest save that all have is committed, and the next is taken:
+                    what the script can change is copied before it returns, see `content`
 
 Before a step after which a save is due, the one under way is waited for, so at most 2k - 1 steps are lost.
 """
@@ -9,6 +10,7 @@ Before a step after which a save is due, the one under way is waited for, so at 
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +20,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ds_hetero.common.text import unlike_bytes_texts
 from ds_hetero.elastic.content import Content
 from ds_hetero.elastic.node.keeper import REQUEST_TIMEOUT_S, put
+from ds_hetero.elastic.node.place import is_full
 from ds_hetero.elastic.node.wire import Message, Wire, connect
 from ds_hetero.elastic.pace import Pace
 from ds_hetero.elastic.segments import (
+    GROWTH_BYTES,
+    HEADER_BYTES,
     SLOTS,
     SUFFIX,
     Header,
@@ -32,7 +38,7 @@ from ds_hetero.elastic.segments import (
     choose_slot,
     place_copies,
     read_header,
-    slot_bytes,
+    signed,
 )
 from ds_hetero.elastic.worker import Worker
 from ds_hetero.errors import ConfigError
@@ -44,6 +50,7 @@ _FIRST_EVERY = 1  # steps, until the cost of a save and of a step is known
 _SEND_TRIES = 4  # with the kept connection first; a keeper that was killed is back in a second
 _PAUSE_S = 0.5
 _LOOK_S = 0.5
+_MOST_UNSAVED = 3  # saves in a row that come to nothing before it is said that the job has no newer one
 
 
 Cards = Mapping[str, Sequence[str | None]]
@@ -58,7 +65,26 @@ class Peer:
     node: str
     keeper: tuple[str, int]  # address of the node's keeper
     free_bytes: int  # of the node's shared memory
+    file_bytes: Mapping[str, int]  # of the segments that the node has
     num_bytes: int
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that saves could take on the node, with the pages that they have."""
+        return self.free_bytes + sum(self.file_bytes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """A node with too little shared memory."""
+
+    node: str
+    free_bytes: int
+    missing_bytes: int  # that saves need beside the pages that they have
+
+    def __str__(self) -> str:
+        free, missing = unlike_bytes_texts(self.free_bytes, self.missing_bytes)
+        return f"node {self.node} has {free} of free shared memory, and saves need {missing} more than they have"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +142,8 @@ class Snapshots:
         self._pace = Pace()
         self._last_step_s: float | None = None
         self._is_busy = False  # whether a save was under way when the latest step began
+        self._num_unsaved = 0  # saves in a row that were due and that not all ranks have
+        self._last_failure = ""  # of this rank's own saves, until one succeeds
         self.is_paused = False
         self._waiting: Message = {"newcomers": []}  # to be let in
         if self._rank == 0:
@@ -156,12 +184,13 @@ class Snapshots:
         )
         if is_due:
             self._commit(-minus_done)
+            self._count_unsaved(step)
         if is_due and self._rules.every_steps is None:
             self.every_steps = needed
         if (leaving or joining) and not is_due:
             (has_changed,) = self._agree(int(self._has_changed()))
-        if is_due or leaving or joining:
-            self._save(step, has_changed=bool(has_changed))
+        if (is_due or leaving or joining) and not self._save(step, has_changed=bool(has_changed)):
+            joining = 0  # they would cost the steps since the newest save
         if leaving or joining:
             self._leaving = "notice" if leaving else f"{', '.join(newcomers) or 'somebody'} joins"
         now_s = time.perf_counter()
@@ -203,6 +232,9 @@ class Snapshots:
         is_first = self.committed_step < 0
         self.committed_step = step
         self._kept = self._save_of(step)
+        if self._num_unsaved >= _MOST_UNSAVED:
+            self._say("saved again", step=step)
+        self._num_unsaved = -1
         if is_first:
             self._say("commit", step=step, every_steps=self.every_steps, targets=[p.node for p in self._targets or []])
             self._free()
@@ -225,51 +257,83 @@ class Snapshots:
         except OSError as error:
             logger.warning("the keeper of this node does not free older saves: %s", error)
 
+    def _count_unsaved(self, step: int) -> None:
+        """Say it where saves come to nothing: the next fault would cost all steps since the newest one."""
+        self._num_unsaved += 1
+        if self._num_unsaved == _MOST_UNSAVED:
+            newest = -1 if self._kept is None else self._kept.step
+            self._say("not saved", step=step, newest_save=newest, reason="each rank says why its own were not made")
+
     def _save_of(self, step: int) -> Save:
         return Save(step=step, start=self._rules.start, world_size=self._size)
 
-    def _save(self, step: int, *, has_changed: bool) -> None:
-        """Capture the state, and let a thread do the rest."""
+    def _save(self, step: int, *, has_changed: bool) -> bool:
+        """Capture the state: what the script can change now, by a thread what is held. Whether all ranks have room."""
         self.wait()
         begin_s = time.perf_counter()
         content = self._take(has_changed)
-        if self._targets is None:
-            self._place(content.num_bytes)
+        if self._targets is None and not self._place(content.num_bytes, step):
+            return False
         slot = choose_slot(self._slots, self._kept)
         self._slots[slot] = None
+        if self._files[slot].has_room(content.num_bytes):
+            with self._files[slot].begin(content.num_bytes) as room:
+                content.write_now(room)
+        else:
+            content.take_now()
         self._is_copied.clear()
         self._thread = threading.Thread(target=self._work, args=(slot, step, content, begin_s), daemon=True)
         self._thread.start()
+        return True
 
     def _work(self, slot: str, step: int, content: Content, begin_s: float) -> None:
-        """In the thread: copy, check, send."""
+        """In the thread: copy, sign, send."""
         try:
             room = self._files[slot].begin(content.num_bytes)
             try:
                 header = self._write(slot, step, content, room)
-                stored = [self._send(target, slot, header, room) for target in self._targets or []]
-                if all(stored):
-                    self._done_step = step
+                if header is not None:
+                    stored = [self._send(target, slot, header, room) for target in self._targets or []]
+                    if all(stored):
+                        self._done_step, self._last_failure = step, ""
             finally:
                 room.release()
             self._pace.save_s = time.perf_counter() - begin_s
+        except OSError as error:
+            free = f", {shutil.disk_usage(self._worker.place.folder).free:,} are free" if is_full(error) else ""
+            self._note_failure(f"{error}: {content.num_bytes:,} bytes are to be written{free}")
         except Exception:
             logger.exception("a save of step %d failed; the one before stays", step)
         finally:
             self._is_copied.set()
 
-    def _write(self, slot: str, step: int, content: Content, room: memoryview) -> Header:
-        content.write_tensors(room)
+    def _note_failure(self, reason: str) -> None:
+        """Say once why this rank's saves come to nothing."""
+        kind = reason.partition(":")[0]
+        if kind != self._last_failure:
+            logger.warning("rank %d cannot save: %s. The newest save stays; the job goes on.", self._rank, reason)
+        self._last_failure = kind
+
+    def _write(self, slot: str, step: int, content: Content, room: memoryview) -> Header | None:
+        """Copy what is left and make the segment whole; None where the script has changed what was held."""
+        content.write_now(room)
+        is_sound = content.write_held(room)
         self._is_copied.set()
+        if not is_sound:
+            self._note_failure(
+                "the script changes tensors in place that belong to the engine, before its next step; from now on they "
+                "are copied while it waits"
+            )
+            return None
         header = Header(
             job=self._worker.place.job,
             model=self._rules.model,
             save=self._save_of(step),
             rank=self._rank,
             end_bytes=content.num_bytes,
-            crc32=content.write_rest(room),
             index_bytes=content.index_bytes,
         )
+        header = signed(header, room[: content.num_bytes], self._worker.token)
         self._files[slot].finish(header)
         self._slots[slot] = header.save
         return header
@@ -289,45 +353,87 @@ class Snapshots:
                 if wire is not None:
                     wire.close()
                 if is_new:
-                    logger.warning("node %s does not take a copy: %s", target.node, error)
+                    self._note_failure(f"node {target.node} does not take a copy: {error}")
                     time.sleep(_PAUSE_S)
         return False
 
-    def _place(self, num_bytes: int) -> None:
-        """Agree on the nodes of all copies, once per world; refuse shared memory that is too small."""
+    def _place(self, num_bytes: int, step: int) -> bool:
+        """Agree on the nodes of all copies, once per world; whether the shared memory is large enough.
+
+        Raises:
+            ConfigError: it is too small, and the job begins. One that goes on trains without newer saves, and looks
+                again when the next one is due.
+        """
+        shortages = self._measure(num_bytes)
+        if shortages:
+            swept = [text for of_rank in on_all_ranks(lambda: self._sweep(shortages), self._group) for text in of_rank]
+            if swept:
+                self._say("freed", leftovers=swept)
+                shortages = self._measure(num_bytes)
+        if not shortages:
+            self._targets = self._targets_by_rank()[self._rank]
+            if self._rank == 0 and self._rules.copies and not self._targets:
+                self._say("no copies", reason="all ranks are on one node, and no other failure domain is left")
+            return True
+        fewer = ', or set "elastic": {"copies": 0}' if self._rules.copies else ""
+        text = (
+            f"{'; '.join(map(str, shortages))}: two slots of each own part and of each copy. Give it more "
+            f"(docker run --shm-size, --memory-gib){fewer}."
+        )
+        if self._rules.resumed is None:
+            raise ConfigError(text)
+        if self._num_unsaved <= 1 or self._num_unsaved == _MOST_UNSAVED:
+            self._say("no room", step=step, newest_save=self._rules.resumed.step, reason=text)
+        return False
+
+    def _measure(self, num_bytes: int) -> list[Shortage]:
+        """Nodes whose shared memory is too small, the same on every rank."""
 
         def describe() -> Peer:
             keeper = self._worker.place.address()
             assert keeper is not None
-            free = int(self._worker.ask_keeper({"do": "list"})["free_bytes"])
-            have = sum(file.path.stat().st_size for file in self._files.values() if file.path.exists())
+            known = self._worker.ask_keeper({"do": "list"})
             return Peer(
                 name=self._worker.name,
                 node=self._worker.place.node,
                 keeper=keeper,
-                free_bytes=free + have,
-                num_bytes=num_bytes + 2**16,
+                free_bytes=int(known["free_bytes"]),
+                file_bytes=known["file_bytes"],
+                num_bytes=num_bytes + GROWTH_BYTES,
             )
 
         self._peers = list(on_all_ranks(describe, self._group))
-        targets = self._targets_by_rank()
-        self._targets = targets[self._rank]
-        need = slot_bytes(self._parts(), {rank: [peer.node for peer in of] for rank, of in targets.items()})
-        for peer in self._peers:
-            if need[peer.node] > peer.free_bytes:
-                raise ConfigError(
-                    f"node {peer.node} has {peer.free_bytes / 2**30:.2f} GiB of shared memory for saves, and needs "
-                    f"{need[peer.node] / 2**30:.2f}: two slots of each own part and of each copy. Give it more "
-                    '(docker run --shm-size, --memory-gib), or set "elastic": {"copies": 0}.'
-                )
-        if self._rank == 0 and self._rules.copies and not self._targets:
-            self._say("no copies", reason="all ranks are on one node, and no other failure domain is left")
+        by_node = {peer.node: peer for peer in reversed(self._peers)}
+        missing = dict.fromkeys(by_node, 0)
+        for rank, targets in self._targets_by_rank().items():
+            part = self._peers[rank]
+            names = [(part.node, f"own-{part.name}-"), *((target.node, _copy_prefix(part)) for target in targets)]
+            for node, prefix in names:
+                for slot in SLOTS:
+                    has = by_node[node].file_bytes.get(f"{prefix}{slot}{SUFFIX}", 0)
+                    # What has the size of this save is written again, when nothing else is left as well.
+                    is_enough = has >= HEADER_BYTES + part.num_bytes - GROWTH_BYTES
+                    missing[node] += 0 if is_enough else part.num_bytes - has
+        return [
+            Shortage(node=node, free_bytes=peer.free_bytes, missing_bytes=missing[node])
+            for node, peer in by_node.items()
+            if missing[node] > peer.free_bytes
+        ]
+
+    def _sweep(self, shortages: Sequence[Shortage]) -> list[str]:
+        """Let the keeper of this node delete what jobs that have ended have left, if the node is short of room."""
+        node = self._worker.place.node
+        is_first_here = next(rank for rank, peer in enumerate(self._peers) if peer.node == node) == self._rank
+        if not is_first_here or all(one.node != node for one in shortages):
+            return []
+        swept: list[str] = self._worker.ask_keeper({"do": "sweep"})["swept"]
+        return swept
 
     def _targets_by_rank(self) -> dict[int, list[Peer]]:
         """By rank, peers on the nodes that may hold its copies; the first ``copies`` of them do."""
         by_node = {peer.node: peer for peer in reversed(self._peers)}
         parts = self._parts()
-        free = {node: peer.free_bytes for node, peer in by_node.items()}
+        free = {node: peer.room_bytes for node, peer in by_node.items()}
         for part in parts:
             free[part.node] -= len(SLOTS) * part.num_bytes
         places = place_copies(parts, free, self._rules.copies)

@@ -16,11 +16,15 @@ import time
 from dataclasses import dataclass
 
 from ds_hetero.elastic.node.keeper import ask
-from ds_hetero.elastic.node.wire import AGENT, ROUND, Message, NodePlace, end_with_agent, token_of
+from ds_hetero.elastic.node.leftovers import hold
+from ds_hetero.elastic.node.place import AGENT, ROUND, NodePlace, token_of
+from ds_hetero.elastic.node.processes import end_with_agent
+from ds_hetero.elastic.node.wire import Message
 
 LEFT = 75  # exit code of workers that leave after a commit
 _BEAT_S = 1.0
 _LOOK_S = 0.1
+_SHORT = 500  # characters; each takes six bytes of JSON at most
 
 
 @dataclass(kw_only=True)
@@ -64,6 +68,7 @@ class Worker:
     def start(self) -> None:
         """Take notice by SIGTERM, say that this process lives, and end with the agent."""
         end_with_agent()
+        hold(self.place)
         self.place.remove(f"end-{self.name}.json")
         if threading.current_thread() is threading.main_thread():
             reading, writing = self._wakeup
@@ -109,8 +114,11 @@ class Worker:
             is_of_peer: it ends because another one has ended, or cannot be reached.
         """
         end = {"error": text, "is_refusal": is_refusal and self.step < 0, "is_of_peer": is_of_peer, "step": self.step}
-        with contextlib.suppress(OSError):
+        try:
             self.place.write(f"end-{self.name}.json", end)
+        except OSError:  # the shared memory is full, where short files have room all the same
+            with contextlib.suppress(OSError):
+                self.place.write(f"end-{self.name}.json", {**end, "error": text[:_SHORT]})
 
     def note_success(self) -> None:
         """Leave behind that the script has come to its end."""

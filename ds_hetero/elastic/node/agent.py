@@ -14,8 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry as registry
 
+from ds_hetero.elastic.node.processes import end_with_parent
 from ds_hetero.elastic.node.rendezvous import AGENT_BACKEND, ENDED_WELL, create_handler
-from ds_hetero.elastic.node.wire import end_with_parent
 
 NOTICE = 143
 REFUSED = 2

@@ -26,12 +26,25 @@ def main() -> None:
     server = socket.socket(socket.AF_UNIX)
     try:
         server.connect(path)
+        expect_own_peer(server)
         _ask(server, arguments)
     except OSError:
         _become_worker(arguments)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda received, _: server.sendall(NUMBER.pack(received)))
     _end_as(_number(server))
+
+
+def expect_own_peer(connected: socket.socket) -> None:
+    """Refuse a process of another user at the other end: it would get the environment, and with it the job's secret.
+
+    Raises:
+        OSError: it is one.
+    """
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", credentials)
+    if user != os.geteuid():
+        raise OSError(f"the process at the other end of the socket is of user {user}")
 
 
 def _ask(server: socket.socket, arguments: "list[str]") -> None:

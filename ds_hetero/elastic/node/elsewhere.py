@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 from ds_hetero.elastic.node.meeting import AgentMeeting
-from ds_hetero.elastic.node.wire import Message, NodePlace
+from ds_hetero.elastic.node.place import NodePlace
+from ds_hetero.elastic.node.wire import Message
 
 _ANSWER_S = 1.0
 _LOOK_S = 0.1

@@ -2,14 +2,15 @@
 
     python -m ds_hetero.elastic.node.keeper --job J --node N --host 127.0.0.1 --port 0 [--rules JSON]
 
-It needs no torch, outlives the workers, and can be killed: the next one finds the files. Requests, one after the other
-on a connection, are lines of JSON behind the job's token (`wire`); what a keeper stores it neither executes nor
-unpickles.
+It needs no torch, outlives the workers, and can be killed: the next one finds the files. Requests come one after the
+other on a connection whose other side has shown the job's token (`door`, `wire`); what a keeper stores it neither
+executes nor unpickles.
 
     list              the whole segments of this node, and free bytes
     get NAME          a segment
     put NAME          a copy, checked before it counts
     free KEPT         delete the segments that are older than a save
+    sweep             delete what jobs that have ended have left, for want of room
     meet, attach      the connection of an agent, see `meeting`
     newcomers, demand, status, event, end
 """
@@ -20,6 +21,8 @@ import argparse
 import contextlib
 import fcntl
 import json
+import logging
+import mmap
 import os
 import re
 import shutil
@@ -28,22 +31,26 @@ import socket
 import sys
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from ds_hetero.common.private_files import open_file
+from ds_hetero.elastic.node.door import Door
 from ds_hetero.elastic.node.elsewhere import Elsewhere
+from ds_hetero.elastic.node.leftovers import hold, sweep
 from ds_hetero.elastic.node.meeting import AgentMeeting, MeetingRules
-from ds_hetero.elastic.node.wire import Message, NodePlace, Wire, WireError, connect, token_of, welcome
+from ds_hetero.elastic.node.place import NodePlace, is_full, token_of
+from ds_hetero.elastic.node.wire import Message, Wire, WireError, connect
 from ds_hetero.elastic.segments import (
     HEADER_BYTES,
     SUFFIX,
     Header,
     Save,
     SegmentFile,
-    is_undamaged,
+    is_genuine,
+    opened,
     parse_header,
     read_header,
 )
@@ -51,7 +58,14 @@ from ds_hetero.elastic.segments import (
 REQUEST_TIMEOUT_S = 20.0
 SILENCE_S = 6.0  # after which an agent that has said nothing counts as gone; it speaks every second
 _MAX_EVENTS = 1000
+_SPARES_S = 5.0  # between two looks whether pages for small files can be set aside again
+logger = logging.getLogger(__name__)
+
 _SEGMENT = re.compile(r"[A-Za-z0-9_.-]{1,200}\.seg")
+
+
+class DamagedError(WireError):
+    """A segment came whole, and does not have the HMAC of its header."""
 
 
 class Keeper:
@@ -74,22 +88,25 @@ class Keeper:
         """Accept connections until `has_ended`."""
         listener.settimeout(0.2)
         threading.Thread(target=self._elsewhere.run, args=(self.has_ended,), daemon=True).start()
+        door = Door(self.token, REQUEST_TIMEOUT_S, self._answer)
+        stocked_s = time.monotonic()
         while not self.has_ended.is_set():
             with self._lock:
                 self.meeting.tick(time.monotonic())
+            if time.monotonic() - stocked_s > _SPARES_S:
+                with contextlib.suppress(OSError):  # the folder is gone, and so is the node
+                    self.place.stock_spares()
+                stocked_s = time.monotonic()
             try:
                 connected, _ = listener.accept()
-            except (TimeoutError, OSError):
+            except TimeoutError:
                 continue
-            connected.settimeout(REQUEST_TIMEOUT_S)
-            threading.Thread(target=self._answer, args=(connected,), daemon=True).start()
+            except OSError:  # no descriptor is left
+                self.has_ended.wait(0.1)
+                continue
+            door.admit(connected)
 
-    def _answer(self, connected: socket.socket) -> None:
-        try:
-            wire = welcome(connected, self.token)
-        except OSError:
-            connected.close()
-            return
+    def _answer(self, wire: Wire) -> None:
         action: Callable[[Wire, Message], None] | None = None
         try:
             while action != self.do_meet:  # which lasts as long as its connection
@@ -103,13 +120,23 @@ class Keeper:
         except (OSError, ValueError, KeyError, TypeError) as error:
             with contextlib.suppress(OSError):
                 wire.send({"error": str(error)})
+        except Exception:
+            logger.exception("a request could not be answered")
         finally:
             wire.close()
 
     def do_list(self, wire: Wire, _: Message) -> None:
         """Say which whole segments are here."""
         segments = [{"name": path.name, **asdict(header)} for path, header in self._segments()]
-        wire.send({"segments": segments, "free_bytes": self.free_bytes()})
+        wire.send({"segments": segments, "free_bytes": self.free_bytes(), "file_bytes": self._file_bytes()})
+
+    def _file_bytes(self) -> dict[str, int]:
+        """Sizes of all segments' files, whole or not: what is written again takes their pages."""
+        sizes = {}
+        for path in self.place.folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(OSError):  # freed meanwhile
+                sizes[path.name] = path.stat().st_size
+        return sizes
 
     def _segments(self) -> list[tuple[Path, Header]]:
         paths = sorted(self.place.folder.glob(f"*{SUFFIX}"))
@@ -120,8 +147,7 @@ class Keeper:
         free = shutil.disk_usage(self.place.folder).free
         if self.memory_bytes is None:
             return free
-        used = sum(path.stat().st_size for path in self.place.folder.glob(f"*{SUFFIX}"))
-        return max(0, min(free, self.memory_bytes - used))
+        return max(0, min(free, self.memory_bytes - sum(self._file_bytes().values())))
 
     def do_get(self, wire: Wire, request: Message) -> None:
         """Send a segment."""
@@ -130,11 +156,15 @@ class Keeper:
         if header is None:
             raise WireError(f"{path.name} is not whole")
         wire.send({"header": header.to_bytes().hex()})
-        with path.open("rb") as file:
-            wire.socket.sendfile(file, offset=HEADER_BYTES, count=header.end_bytes)
+        with (
+            opened(path) as descriptor,
+            mmap.mmap(descriptor, header.file_bytes, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped)[HEADER_BYTES : header.file_bytes] as content,
+        ):
+            wire.send_content(content)
 
     def do_put(self, wire: Wire, request: Message) -> None:
-        """Take a copy: its size was said before, and its checksum is that of its header, or it does not count."""
+        """Take a copy: its size was said before, and it has the HMAC of its header, or it does not count."""
         path, header = self._path(request["name"]), parse_header(bytes.fromhex(request["header"]))
         if header is None or header.job != self.place.job:
             raise WireError("the header is not sound, or of another job")
@@ -142,19 +172,25 @@ class Keeper:
         with lock:
             have = path.stat().st_size if path.exists() else 0
             if header.file_bytes - have > self.free_bytes():
-                raise WireError(f"{header.file_bytes:,} bytes do not fit into {self.free_bytes():,} that are free")
+                raise WireError(self._no_room(header))
             if not path.exists():
                 file.close()
-            content = file.begin(header.end_bytes)
+            try:
+                content = file.begin(header.end_bytes)
+            except OSError as error:
+                raise (WireError(self._no_room(header)) if is_full(error) else error) from None
             try:
                 wire.send({"ready": True})
                 wire.receive_into(content)
-                if zlib.crc32(content) != header.crc32:
-                    raise WireError("the checksum is not that of the header")
+                if not is_genuine(header, content, self.token):
+                    raise WireError("the copy does not have the HMAC of its header: damaged, or not of this job")
             finally:
                 content.release()
             file.finish(header)
         wire.send({"stored": True})
+
+    def _no_room(self, header: Header) -> str:
+        return f"{header.file_bytes:,} bytes do not fit into {self.free_bytes():,} that are free"
 
     def do_free(self, wire: Wire, request: Message) -> None:
         """Delete the segments older than a save, but those that are written again; without a save, all."""
@@ -169,6 +205,11 @@ class Keeper:
                     path.unlink(missing_ok=True)
                     file.close()
         wire.send({"freed": True})
+
+    def do_sweep(self, wire: Wire, _: Message) -> None:
+        """Delete the saves of this user's jobs that have ended and could have gone on; say which."""
+        swept = sweep(self.place, with_saves=True)
+        wire.send({"swept": [f"job {one.job}, node {one.node}: {one.num_bytes:,} bytes" for one in swept]})
 
     def do_newcomers(self, wire: Wire, _: Message) -> None:
         """Say who waits to be let in, and which cards they have."""
@@ -232,7 +273,7 @@ class Keeper:
         try:
             while request.get("do") != "leave":
                 self._take_from(agent, request, tell)
-                wire.socket.settimeout(SILENCE_S)
+                wire.timeout_s = SILENCE_S
                 request = wire.receive()
             is_done = bool(request.get("is_done"))
         except OSError:
@@ -292,12 +333,12 @@ def put(wire: Wire, name: str, header: Header, content: memoryview) -> None:
     """
     wire.send({"do": "put", "name": name, "header": header.to_bytes().hex()})
     _expect(wire.receive(), "ready")
-    wire.socket.sendall(content)
+    wire.send_content(content)
     _expect(wire.receive(), "stored")
 
 
-def fetch(address: tuple[str, int], token: bytes, name: str, path: Path) -> Header:
-    """Get a segment from a keeper into a file of this node.
+def fetch(address: tuple[str, int], token: bytes, name: str, file: SegmentFile) -> Header:
+    """Get a segment from a keeper; nobody else has it in hand before it was found to be right.
 
     Raises:
         OSError: it cannot be reached, does not have it, or it came damaged.
@@ -310,19 +351,17 @@ def fetch(address: tuple[str, int], token: bytes, name: str, path: Path) -> Head
         header = parse_header(bytes.fromhex(reply["header"]))
         if header is None:
             raise WireError(f"{name} has no sound header")
-        file = SegmentFile(path)
         content = file.begin(header.end_bytes)
         try:
             wire.receive_into(content)
+            if not is_genuine(header, content, token):
+                raise DamagedError(f"{name} came damaged, or is not of this job")
         finally:
             content.release()
         file.finish(header)
-        file.close()
     finally:
+        file.close()
         wire.close()
-    if not is_undamaged(path, header):
-        path.unlink(missing_ok=True)
-        raise WireError(f"{name} came damaged")
     return header
 
 
@@ -335,20 +374,27 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--rules", default="{}")
     parser.add_argument("--memory-bytes", type=int)
+    parser.add_argument("--fresh", action="store_true", help="the node begins: small files are of a job that has ended")
     options = parser.parse_args()
     place = NodePlace.of(options.job, options.node)
     place.make()
-    lock = open(place.folder / ".lock", "w")  # noqa: SIM115  held while the process lives
+    hold(place)
+    lock = open_file(place.folder / ".lock", os.O_RDWR | os.O_CREAT)  # held while the process lives
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         sys.exit(f"a keeper of job {place.job} runs on node {place.node} already")
+    if options.fresh:
+        place.clear()
     listener = socket.create_server((options.host, options.port), backlog=128)
     keeper = Keeper(place, token_of(place.job), MeetingRules(**json.loads(options.rules)), options.memory_bytes)
     signal.signal(signal.SIGTERM, lambda *_: keeper.has_ended.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     host, port = listener.getsockname()[:2]
-    place.write("keeper.json", {"host": host, "port": port, "pid": os.getpid()})
+    try:
+        place.write("keeper.json", {"host": host, "port": port, "pid": os.getpid()})
+    except OSError as error:
+        sys.exit(f"node {place.node} cannot take part in job {place.job}: {error}. Make room there.")
     keeper.serve(listener)
 
 

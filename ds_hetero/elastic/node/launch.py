@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,9 +19,12 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from ds_hetero.elastic.node import wire as place_of
+from ds_hetero.common.text import announce
+from ds_hetero.elastic.node import place as place_of
 from ds_hetero.elastic.node.keeper import ask
-from ds_hetero.elastic.node.wire import NodePlace, end_with_parent, token_of
+from ds_hetero.elastic.node.leftovers import free_node, hold, leftovers, sweep
+from ds_hetero.elastic.node.place import NodePlace, token_of
+from ds_hetero.elastic.node.processes import end_with_parent
 from ds_hetero.errors import ConfigError
 
 _USAGE = "python -m ds_hetero.run --elastic [options] SCRIPT ARGS"
@@ -89,9 +91,7 @@ class NodeProcesses:
         signal.signal(signal.SIGTERM, self._leave)
         signal.signal(signal.SIGINT, self._leave)
         try:
-            for path in self._place.folder.glob("meeting-*.json"):
-                path.unlink()  # of a job that has ended
-            self._start_keeper()
+            self._start_keeper(is_first=True)
             if not (self._options.cold or self._options.warm):
                 self._start_warm()
             self._agents = [self._start_agent(number) for number in range(self._num_agents)]
@@ -122,10 +122,9 @@ class NodeProcesses:
         rules = {"least": least or ((ranks or 1) // 2 + 1 if ranks else 1), "majority": least is None}
         return json.dumps({**rules, "start": ranks})
 
-    def _start_keeper(self) -> None:
+    def _start_keeper(self, *, is_first: bool = False) -> None:
         gib = self._options.memory_gib
         memory = [] if gib is None else ["--memory-bytes", str(int(gib * 2**30))]
-        self._place.remove("keeper.json")
         self._keeper = self._start(
             [
                 "ds_hetero.elastic.node.keeper",
@@ -136,9 +135,9 @@ class NodeProcesses:
                 "--host",
                 self._host,
             ]
-            + ["--port", str(self._port), "--rules", self._rules(), *memory]
+            + ["--port", str(self._port), "--rules", self._rules(), *memory, *(["--fresh"] if is_first else [])]
         )
-        while (address := self._place.address()) is None:
+        while (address := self._place.address(of=self._keeper.pid)) is None:
             if self._keeper.poll() is not None:
                 raise ConfigError(f"the keeper of node {self._place.node} cannot run; its message is above.")
             time.sleep(0.01)
@@ -211,7 +210,17 @@ class NodeProcesses:
                     process.kill()
                     process.wait()
         if self._codes and max(self._codes.values()) == 0:
-            shutil.rmtree(self._place.folder, ignore_errors=True)
+            free_node(self._place)
+
+
+def _say_leftovers(place: NodePlace) -> None:
+    """Say what takes room in the shared memory and could go on."""
+    for one in leftovers(place):
+        announce(
+            f"{one.folder} holds {one.num_bytes / 2**30:,.2f} GiB of saves of job {one.job}, which ended "
+            f"{one.seconds / 3600:,.1f} hours ago without coming to its end. Start its command again to go on; else "
+            "delete the folder. It is deleted when a job of yours needs the room."
+        )
 
 
 def _visible_gpus() -> list[str]:
@@ -241,7 +250,9 @@ def main(arguments: list[str]) -> NoReturn:
     try:
         place = NodePlace.of(options.job, options.node)
         token_of(options.job)
-        place.make()
+        hold(place)
+        sweep(place)
+        _say_leftovers(place)
         sys.exit(NodeProcesses(options, place).run())
     except (ConfigError, OSError) as error:
         print(f"{_USAGE}: {error}", file=sys.stderr)

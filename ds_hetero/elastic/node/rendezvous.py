@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]  # which DeepSpeed needs
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -35,18 +35,12 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from ds_hetero.elastic.node import wire as place_of
+from ds_hetero.elastic.node import place as place_of
 from ds_hetero.elastic.node.keeper import SILENCE_S
-from ds_hetero.elastic.node.wire import (
-    Message,
-    NodePlace,
-    Wire,
-    WireError,
-    connect,
-    state_of,
-    stopped_children,
-    token_of,
-)
+from ds_hetero.elastic.node.leftovers import free_node, hold, sweep
+from ds_hetero.elastic.node.place import NodePlace, token_of
+from ds_hetero.elastic.node.processes import state_of, stopped_children
+from ds_hetero.elastic.node.wire import Message, Wire, WireError, connect
 from ds_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -65,6 +59,7 @@ _CONNECT_TIMEOUT_S = 3.0
 _PATIENCE_S = 3.0  # with a keeper that cannot be reached, before the next one is tried
 _GIVE_UP_S = 120.0
 _ALIVE_S = 1.0
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _BUSY_TIMES = 10  # a worker that loads, compiles or gets no share of its machine may say nothing for so much longer
 
 
@@ -127,7 +122,10 @@ class KeeperRendezvous(RendezvousHandler):
         """1 if the round is broken, which makes torchrun end its workers and call `next_rendezvous`."""
         if self._broken is None and self._closed is None:
             return 0
-        self._place.write(f"broken-{self._round['number']}.json", {"reason": self._broken or self._closed})
+        try:
+            self._place.write(f"broken-{self._round['number']}.json", {"reason": self._broken or self._closed})
+        except OSError as error:
+            logger.warning("workers are not told that the round is over, and torchrun has to kill them: %s", error)
         return 1
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -167,9 +165,7 @@ class KeeperRendezvous(RendezvousHandler):
         """Make or reach the store of the round."""
         rank, size = round_["rank"], len(round_["members"])
         if rank == 0:
-            self._store = TCPStore(
-                self._address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT, use_libuv=True
-            )
+            self._store = store_at(self._address)
             at = (self._address, self._store.port)
             self._say_or_lose({"do": "store", "store": at, "number": round_["number"]})
         else:
@@ -190,6 +186,10 @@ class KeeperRendezvous(RendezvousHandler):
                 "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # as the terms demand
             }
         )
+        interface = interface_of(self._address)
+        if interface is not None:
+            for name in _INTERFACE_VARIABLES:  # gloo and NCCL would listen where the host's name leads, or anywhere
+                os.environ.setdefault(name, interface)
         return RendezvousInfo(self._store, rank, size, RendezvousStoreInfo(*at))
 
     def shutdown(self) -> bool:
@@ -243,14 +243,17 @@ class KeeperRendezvous(RendezvousHandler):
             for endpoint in self._endpoints[: 1 + int(passed_s / _PATIENCE_S)]:
                 try:
                     wire = connect(*endpoint, self._token, _CONNECT_TIMEOUT_S)
-                    wire.socket.settimeout(SILENCE_S)
+                    wire.timeout_s = SILENCE_S
                     with self._news:  # or what is due would change between the message and the wire's being known
                         wire.send(self._hello("meet" if self._is_meeting else "attach"))
                         self._wire, self._at = wire, endpoint
                 except OSError as error:
                     refusals = f"{endpoint[0]}:{endpoint[1]}: {error}"
                     continue
-                self._place.write(f"meeting-{self._agent}.json", {"host": endpoint[0], "port": endpoint[1]})
+                try:
+                    self._place.write(f"meeting-{self._agent}.json", {"host": endpoint[0], "port": endpoint[1]})
+                except OSError as error:
+                    logger.warning("workers of node %s cannot ask the meeting: %s", self._place.node, error)
                 return
             time.sleep(0.1)
         with self._news:
@@ -322,6 +325,44 @@ class KeeperRendezvous(RendezvousHandler):
                     os.kill(pid, signal.SIGKILL)
 
 
+def store_at(address: str) -> TCPStore:
+    """A new store that listens at an address of this machine and at no other, as torch's own does at all of them.
+
+    Raises:
+        RendezvousClosedError: the address is not one of this machine.
+    """
+    try:
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((address, 0), family=family, backlog=1024)
+    except OSError as error:
+        raise RendezvousClosedError(
+            f"the store of the job cannot listen at {address}: {error}. Give this node an address of its own "
+            "(--listen; --local-addr under torchrun)."
+        ) from error
+    with listener:  # the store takes a descriptor of its own, and closes it
+        return TCPStore(
+            address,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_STORE_TIMEOUT,
+            use_libuv=True,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address; None where none has it, such as for 0.0.0.0."""
+    try:
+        numeric = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == numeric for one in addresses):
+            return str(name)
+    return None
+
+
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Make the handler of an agent; start the node's keeper if it has none.
 
@@ -337,14 +378,13 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         raise ConfigError(f"--rdzv-endpoint must be HOST:PORT with a port of its own; got {params.endpoint!r}.")
     node = os.environ.get(place_of.NODE) or socket.gethostname()
     place = NodePlace.of(params.run_id, node)
-    place.make()
+    hold(place)
+    sweep(place)
     address = params.local_addr or _address_towards(host, int(port))
     agent = os.environ.get(place_of.AGENT) or f"{node}-0"
     if not _is_served(place):
         own_port = int(port) if _is_own(host) else 0
         rules = f'{{"least": {params.min_nodes}, "start": {params.max_nodes}}}'
-        place.remove(f"done-{agent}.json")
-        place.remove(f"meeting-{agent}.json")  # of a job that has ended
         try:
             keeper = start_keeper(place, address, own_port, rules)
         except ConfigError:
@@ -390,14 +430,13 @@ def start_keeper(
     Raises:
         ConfigError: it does not come up, such as where another process has the port.
     """
-    place.remove("keeper.json")
     command = [sys.executable, "-m", "ds_hetero.elastic.node.keeper", "--job", place.job, "--node", place.node]
-    command += ["--host", host, "--port", str(port), "--rules", rules]
+    command += ["--host", host, "--port", str(port), "--rules", rules, "--fresh"]
     command += [] if memory_bytes is None else ["--memory-bytes", str(memory_bytes)]
     process = subprocess.Popen(command, start_new_session=True)
     end_s = time.monotonic() + 30
     while time.monotonic() < end_s and process.poll() is None:
-        if place.address() is not None:
+        if place.address(of=process.pid) is not None:
             return process
         time.sleep(0.02)
     process.kill()
@@ -409,7 +448,7 @@ def _end_keeper(keeper: subprocess.Popen[bytes], place: NodePlace, agent: str) -
     keeper.terminate()
     keeper.wait()
     if place.read(f"done-{agent}.json") is not None:
-        shutil.rmtree(place.folder, ignore_errors=True)
+        free_node(place)
 
 
 def _is_own(host: str) -> bool:

@@ -25,8 +25,10 @@ import threading
 import time
 from typing import NoReturn
 
-from ds_hetero.elastic.node.client import NUMBER
-from ds_hetero.elastic.node.wire import AGENT, ROUND, Message, NodePlace, end_with_parent
+from ds_hetero.elastic.node.client import NUMBER, expect_own_peer
+from ds_hetero.elastic.node.place import AGENT, ROUND, NodePlace
+from ds_hetero.elastic.node.processes import end_with_parent
+from ds_hetero.elastic.node.wire import Message
 
 _POLL_S = 0.05
 _REQUEST_TIMEOUT_S = 5.0
@@ -39,8 +41,11 @@ class WarmServer:
         self._clients: dict[int, socket.socket] = {}  # by process id of the worker
         draft = f"{path}.{os.getpid()}"
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(draft)
-        os.chmod(draft, 0o600)
+        mask = os.umask(0o177)
+        try:
+            self._listener.bind(draft)
+        finally:
+            os.umask(mask)
         self._listener.listen(64)
         os.replace(draft, path)
 
@@ -60,6 +65,7 @@ class WarmServer:
         try:
             client, _ = self._listener.accept()
             client.settimeout(_REQUEST_TIMEOUT_S)
+            expect_own_peer(client)
             raw, ancillary, _, _ = client.recvmsg(NUMBER.size, socket.CMSG_LEN(2 * NUMBER.size))
             for _, _, descriptors in ancillary:
                 streams = list(array.array("i", descriptors))
@@ -77,7 +83,7 @@ class WarmServer:
             self._clients[worker] = client
             _show_first_life(worker, wanted["environment"])
             client.sendall(NUMBER.pack(worker))
-        except (OSError, ValueError, struct.error):
+        except (OSError, ValueError, KeyError, RecursionError, struct.error):
             pass  # a client that was killed amid its request
         finally:
             for stream in streams:

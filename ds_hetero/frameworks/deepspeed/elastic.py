@@ -9,12 +9,13 @@ import logging
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from torch import Tensor
 
 from ds_hetero.common.reading import JsonObject
 from ds_hetero.common.text import announce
@@ -50,6 +51,8 @@ class ElasticEngine:
         self._objects: Objects = {}
         self._frozen: FrozenSample  # taken by `go_on`
         self._with_frozen = True
+        self._is_pipeline = stages is not None
+        self._changing: set[int] = set()  # addresses of tensors that the script was seen to change between two steps
         self._begin_s = time.perf_counter()
         self._workers: list[str] = []  # names, by rank
         self._judged: dict[str, bool] = {}  # whether machines that wait pay, by their cards
@@ -178,15 +181,15 @@ class ElasticEngine:
         return not self._with_frozen and self._frozen.has_changed()
 
     def _take(self, has_changed: bool) -> Content:
-        """This rank's state, by reference but for what may change before the next step.
+        """This rank's state: what the engine alone changes, by reference; the rest is copied before the script goes on.
 
         Args:
             has_changed: whether parameters that are not trained have been changed on any rank.
         """
         engine = self._engine
-        at_once = {buffer.data_ptr() for buffer in engine.module.buffers()}
         device = get_accelerator()
         self._with_frozen |= has_changed
+        objects = {name: one.state_dict() for name, one in self._objects.items()}
         with parts_in_memory(engine, with_frozen=self._with_frozen) as parts:
             return Content(
                 {
@@ -194,12 +197,26 @@ class ElasticEngine:
                     "frozen": None if self._with_frozen else self._frozen.sums,
                     "batch": engine.train_batch_size(),
                     "workers": self._workers,
-                    "objects": {name: one.state_dict() for name, one in self._objects.items()},
+                    "objects": objects,
                     "random": process_states(),
                     "device_random": None if device.device_name() == "cpu" else device.get_rng_state(),
                 },
-                at_once,
+                self._held(parts, objects),
+                self._changing.update,
             )
+
+    def _held(self, parts: Mapping[str, Any], objects: Mapping[str, Any]) -> set[int]:
+        """Addresses of the tensors that nothing but the engine's next step changes, which waits for their copies.
+
+        With ZeRO and in pipelines these are the shards of master weights and of the optimizer's state, which a script
+        has no names for, and the trained weights, which the step makes anew of them. On ZeRO-0 all are the script's.
+        """
+        engine = self._engine
+        if engine.zero_optimization_stage() == 0 and not self._is_pipeline:
+            return set()
+        of_script = [*engine.module.buffers(), *self._frozen.tensors(), *saved_tensors(objects)]
+        changing = {one.data_ptr() for one in of_script} | self._changing
+        return {one.data_ptr() for one in saved_tensors(parts)} - changing
 
     def _pays(self, cards: Cards) -> bool:
         """Whether the planner says that machines with such cards pay, or cannot say."""
@@ -295,6 +312,18 @@ class ElasticEngine:
             )
         with contextlib.suppress(OSError):  # it was said above
             self._worker.ask_meeting({"do": "event", "event": self.events[-1]})
+
+
+def saved_tensors(state: object) -> Iterator[Tensor]:
+    """The tensors in nested dictionaries, lists and tuples."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for one in state.values():
+            yield from saved_tensors(one)
+    elif isinstance(state, list | tuple):
+        for one in state:
+            yield from saved_tensors(one)
 
 
 Described = tuple[str, tuple[int, ...], str, bool]

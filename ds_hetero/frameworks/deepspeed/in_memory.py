@@ -144,7 +144,7 @@ class FrozenSample:
         self._pointers: list[int] = []  # of the tensors that the views are of
         self._views: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         keys = [(name, isinstance(one, DTensor) or hasattr(one, "ds_tensor")) for name, one in frozen.items()]
-        sums = [one.sum(dtype=torch.float64) for one in map(_sample, self._held())]
+        sums = [one.sum(dtype=torch.float64) for one in map(_sample, self.tensors())]
         self.sums = dict(zip(keys, torch.stack(sums).tolist(), strict=True)) if sums else {}
         self._before = self._read()
 
@@ -154,12 +154,13 @@ class FrozenSample:
             return True
         return any(not torch.equal(*pair) for pair in zip(self._before, self._read(), strict=True))
 
-    def _held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """Parts of them that this rank has."""
         return [local_tensor(getattr(one, "ds_tensor", one)) for one in self._frozen]
 
     def _read(self) -> list[Tensor]:
         """The elements, those of a type and device together."""
-        held = self._held()
+        held = self.tensors()
         pointers = [one.data_ptr() for one in held]
         if pointers != self._pointers:
             self._views.clear()

@@ -1,5 +1,4 @@
-import zlib
-
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,12 +11,11 @@ from ds_hetero.errors import CheckpointError
 def _through(tmp_path, content):
     file = SegmentFile(tmp_path / "own-a-A.seg")
     room = file.begin(content.num_bytes)
-    content.write_tensors(room)
-    crc = content.write_rest(room)
-    assert crc == zlib.crc32(room)
+    content.write_now(room)
+    assert content.write_held(room)
     room.release()
     save = Save(step=1, start="1", world_size=1)
-    sizes = {"end_bytes": content.num_bytes, "crc32": crc, "index_bytes": content.index_bytes}
+    sizes = {"end_bytes": content.num_bytes, "index_bytes": content.index_bytes}
     header = Header(job="j", model="m", save=save, rank=0, **sizes)
     file.finish(header)
     return read_content(file.path, header), file.path, header
@@ -44,13 +42,43 @@ def test_a_state_comes_back_to_the_bit(tmp_path):
     back["tied"].add_(1)  # it is this process's own
 
 
-def test_what_may_change_at_once_is_copied_at_once(tmp_path):
-    buffer, weights = torch.zeros(5000), torch.zeros(5000)
-    content = Content({"buffer": buffer, "weights": weights}, {buffer.data_ptr()})
-    buffer.fill_(1)
-    weights.fill_(1)  # as a step that did not wait
+@pytest.mark.parametrize("has_room", [True, False], ids=["pages in use", "no pages yet"])
+def test_whatever_is_not_held_may_change_as_soon_as_control_is_back(tmp_path, has_room):
+    state = {
+        "tensor": torch.zeros(5000),
+        "view": torch.zeros(2, 5000)[1],
+        "parameter": nn.Parameter(torch.zeros(5000)),
+        "small": torch.zeros(3),
+        "list": [1, [2]],
+        "array": np.zeros(5000),
+        "bytes": bytearray(5000),
+    }
+    held = torch.zeros(5000)
+    content = Content({**state, "held": held}, {held.data_ptr()})
+    file = SegmentFile(tmp_path / "own-a-A.seg")
+    if has_room:
+        with file.begin(content.num_bytes) as room:
+            content.write_now(room)
+    else:
+        content.take_now()
+    for one in (state["tensor"], state["view"], state["parameter"].data, state["small"], state["array"]):
+        one += 1
+    state["list"][1][0], state["bytes"][7] = 9, 9
     back, _, _ = _through(tmp_path, content)
-    assert back["buffer"].sum() == 0 and back["weights"].sum() == 5000
+    for name in ("tensor", "view", "parameter", "small", "held"):
+        assert torch.count_nonzero(back[name]) == 0, name
+    assert back["list"] == [1, [2]] and not back["array"].any() and not any(back["bytes"])
+
+
+@pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x[3:5].fill_(1), lambda x: x.copy_(x + 1)])
+def test_a_copy_of_what_was_held_and_changed_all_the_same_does_not_count(change):
+    weights, moments, changed = nn.Parameter(torch.zeros(5000)), torch.zeros(5000), set()
+    held = {weights.data_ptr(), moments.data_ptr()}
+    content = Content({"weights": weights, "moments": moments}, held, changed.update)
+    with torch.no_grad():
+        change(weights)
+    assert not content.write_held(memoryview(bytearray(content.num_bytes)))
+    assert changed == {weights.data_ptr()}
 
 
 def test_other_bytes_are_an_error_that_names_the_file(tmp_path):

@@ -5,15 +5,15 @@ import socket
 import subprocess
 import sys
 import threading
-import zlib
 from dataclasses import asdict, replace
 
 import pytest
 
 from ds_hetero.elastic.node.keeper import Keeper, ask, fetch, put
 from ds_hetero.elastic.node.meeting import MeetingRules
-from ds_hetero.elastic.node.wire import NODE, TOKEN, NodePlace, WireError, connect, token_of
-from ds_hetero.elastic.segments import Header, Save, SegmentFile, is_undamaged, read_header
+from ds_hetero.elastic.node.place import NODE, TOKEN, NodePlace, token_of
+from ds_hetero.elastic.node.wire import WireError, connect
+from ds_hetero.elastic.segments import Header, Save, SegmentFile, is_undamaged, read_header, signed
 from ds_hetero.errors import ConfigError
 
 TOKEN_BYTES = b"t" * 32
@@ -41,9 +41,13 @@ def keepers(tmp_path):
         listener.close()
 
 
+def _signed(content, **fields):
+    return signed(Header(**fields, end_bytes=len(content), index_bytes=0), memoryview(content), TOKEN_BYTES)
+
+
 def _write(keeper, name, content=b"content", **changes):
     fields = {"job": "job", "model": "m", "save": SAVE, "rank": 0}
-    header = Header(**{**fields, **changes}, end_bytes=len(content), crc32=zlib.crc32(content), index_bytes=0)
+    header = _signed(content, **{**fields, **changes})
     file = SegmentFile(keeper.place.folder / name)
     room = file.begin(len(content))
     room[:] = content
@@ -61,8 +65,8 @@ def test_segments_are_put_over_one_connection_listed_and_fetched(keepers, tmp_pa
     put(wire, "from-a-A.seg", header, memoryview(content))
     (listed,) = ask(at_two, TOKEN_BYTES, {"do": "list"})["segments"]
     assert listed == {"name": "from-a-A.seg", **asdict(header)}
-    assert fetch(at_two, TOKEN_BYTES, "from-a-A.seg", tmp_path / "got.seg") == header
-    assert (tmp_path / "got.seg").read_bytes()[4096:] == content
+    assert fetch(at_two, TOKEN_BYTES, "from-a-A.seg", SegmentFile(tmp_path / "got.seg")) == header
+    assert (tmp_path / "got.seg").read_bytes()[4096 : 4096 + len(content)] == content
     header = _write(one, "own-a-A.seg", b"newer", save=replace(SAVE, step=6))
     put(wire, "from-a-A.seg", header, memoryview(b"newer"))
     assert read_header(two.place.folder / "from-a-A.seg").save.step == 6
@@ -77,9 +81,9 @@ def test_another_token_is_refused_on_either_side(keepers):
 
         def pretend():
             connected, _ = impostor.accept()
-            connected.sendall(b'{"question": "1"}\n')
+            connected.sendall(b"dshet/2\n" + bytes(32))
             connected.recv(1000)
-            connected.sendall(b'{"answer": "whatever"}\n')
+            connected.sendall(bytes(32))
             with contextlib.suppress(OSError):
                 connected.recv(1)
             connected.close()
@@ -111,14 +115,14 @@ def test_nonsense_is_answered_and_harms_nothing(keepers, message, answer):
 
 def test_a_copy_that_is_cut_off_or_damaged_does_not_count(keepers):
     keeper, address = keepers()
-    header = Header(job="job", model="m", save=SAVE, rank=1, end_bytes=8, crc32=zlib.crc32(b"12345678"), index_bytes=0)
+    header = _signed(b"12345678", job="job", model="m", save=SAVE, rank=1)
     for sent in (b"1234", b"1234567X"):
         wire = connect(*address, TOKEN_BYTES, 5)
         wire.send({"do": "put", "name": "from-b-A.seg", "header": header.to_bytes().hex()})
         assert wire.receive() == {"ready": True}
-        wire.socket.sendall(sent)
+        wire.send_content(memoryview(sent))
         if len(sent) == 8:
-            assert "checksum" in wire.receive()["error"]
+            assert "HMAC" in wire.receive()["error"]
         wire.close()
         assert read_header(keeper.place.folder / "from-b-A.seg") is None
     assert ask(address, TOKEN_BYTES, {"do": "list"})["segments"] == []
@@ -190,13 +194,13 @@ def test_damage_in_a_fetched_segment_is_an_error(keepers, tmp_path):
     raw[4100] ^= 1
     (keeper.place.folder / "own-a-A.seg").write_bytes(raw)
     with pytest.raises(WireError, match="damaged"):
-        fetch(address, TOKEN_BYTES, "own-a-A.seg", tmp_path / "got.seg")
-    assert not is_undamaged(keeper.place.folder / "own-a-A.seg", header)
+        fetch(address, TOKEN_BYTES, "own-a-A.seg", SegmentFile(tmp_path / "got.seg"))
+    assert not is_undamaged(keeper.place.folder / "own-a-A.seg", header, TOKEN_BYTES)
 
 
 def test_a_newcomer_is_sent_to_the_keeper_where_the_round_is(keepers):
     (one, at_one), (two, at_two) = keepers("n0"), keepers("n1")
-    two.place.write("keeper.json", {"host": at_two[0], "port": at_two[1]})
+    two.place.write("keeper.json", {"host": at_two[0], "port": at_two[1], "pid": 1})
     hello = {"do": "meet", "round": {"number": 0, "members": []}, "last": {}}
     running = connect(*at_two, TOKEN_BYTES, 5)
     running.send({**hello, "agent": "a", "info": {"node": "a", "terms": {}}})
@@ -217,7 +221,7 @@ def _hello(agent, round_=None, keeper=None):
 
 
 def _place(keeper, address):
-    keeper.place.write("keeper.json", {"host": address[0], "port": address[1]})
+    keeper.place.write("keeper.json", {"host": address[0], "port": address[1], "pid": 1})
 
 
 def test_who_was_cut_off_is_sent_to_where_the_others_went_on(keepers):

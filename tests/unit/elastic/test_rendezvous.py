@@ -1,5 +1,6 @@
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -8,11 +9,12 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 
+from ds_hetero.elastic.node import place as place_of
 from ds_hetero.elastic.node import rendezvous
-from ds_hetero.elastic.node import wire as place_of
-from ds_hetero.elastic.node.wire import NodePlace
+from ds_hetero.elastic.node.place import NodePlace
 from ds_hetero.elastic.worker import Worker
 from ds_hetero.errors import ConfigError
 
@@ -93,7 +95,7 @@ def test_the_first_sign_of_life_of_a_forked_worker_is_its_servers(tmp_path):
     place.make()
     path = tmp_path / "socket"
     code = f"from ds_hetero.elastic.node.warm import WarmServer; WarmServer({str(path)!r}).serve()"
-    client = [sys.executable, "-S", "-E", place_of.__file__.replace("wire.py", "client.py"), str(path)]
+    client = [sys.executable, "-S", "-E", place_of.__file__.replace("place.py", "client.py"), str(path)]
     with subprocess.Popen([sys.executable, "-c", code]) as server:
         while not path.exists():
             assert server.poll() is None
@@ -136,7 +138,7 @@ def _lives_after(process, seconds):
 
 
 def test_a_worker_whose_agent_was_killed_before_it_could_notice_ends():
-    code = "from ds_hetero.elastic.node.wire import end_with_agent; end_with_agent(); print('lives')"
+    code = "from ds_hetero.elastic.node.processes import end_with_agent; end_with_agent(); print('lives')"
     gone = subprocess.Popen(["true"])
     os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
     for pid, out in ((gone.pid, ""), (os.getpid(), "lives\n")):
@@ -146,3 +148,30 @@ def test_a_worker_whose_agent_was_killed_before_it_could_notice_ends():
         )
         assert (done.returncode, done.stdout) == (int(not out), out)
     gone.wait()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_the_store_of_a_round_listens_at_its_address_alone(address):
+    store = rendezvous.store_at(address)
+    bound = _listeners()[store.port]
+    assert bound == {socket.inet_aton(socket.gethostbyname(address))}
+    client = TCPStore(address, store.port, is_master=False, wait_for_workers=False)
+    client.set("a", "b")
+    assert store.get("a") == b"b"
+    assert rendezvous.interface_of("127.0.0.1") == "lo" and rendezvous.interface_of("0.0.0.0") is None
+
+
+def _listeners():
+    """Addresses at which this machine listens, by port; all that the kernel lists."""
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            host, port = line.split()[1].split(":")
+            if line.split()[3] == "0A":
+                found.setdefault(int(port, 16), set()).add(bytes.fromhex(host)[::-1])
+    return found
+
+
+def test_an_address_of_another_machine_ends_the_agent_with_the_remedy():
+    with pytest.raises(RendezvousClosedError, match=r"cannot listen at 192\.0\.2\.77: .*--listen"):
+        rendezvous.store_at("192.0.2.77")

@@ -1,15 +1,25 @@
-import zlib
+from dataclasses import replace
 
 import pytest
 
-from ds_hetero.elastic.segments import Header, Save, SegmentFile, is_undamaged, parse_header, read_header
+from ds_hetero.elastic.segments import (
+    Header,
+    Save,
+    SegmentFile,
+    is_genuine,
+    is_undamaged,
+    parse_header,
+    read_header,
+    signed,
+)
+
+TOKEN = b"t" * 32
 
 
 def _header(content: bytes, step: int = 7) -> Header:
     save = Save(step=step, start="0001-ab", world_size=3)
-    return Header(
-        job="job", model="m", save=save, rank=1, end_bytes=len(content), crc32=zlib.crc32(content), index_bytes=0
-    )
+    header = Header(job="job", model="m", save=save, rank=1, end_bytes=len(content), index_bytes=0)
+    return signed(header, memoryview(content), TOKEN)
 
 
 def _write(file: SegmentFile, content: bytes, step: int = 7) -> Header:
@@ -30,7 +40,7 @@ def test_a_segment_is_whole_from_its_header_on(tmp_path):
     assert read_header(file.path) is None
     header = _header(bytes(range(100)))
     file.finish(header)
-    assert read_header(file.path) == header and is_undamaged(file.path, header)
+    assert read_header(file.path) == header and is_undamaged(file.path, header, TOKEN)
 
 
 def test_writing_again_makes_it_dirty_first_and_reuses_its_pages(tmp_path):
@@ -44,7 +54,7 @@ def test_writing_again_makes_it_dirty_first_and_reuses_its_pages(tmp_path):
     file.close()
     again = SegmentFile(file.path)  # of the next process
     assert read_header(file.path) == header
-    again.begin(6000).release()
+    again.begin(70_000).release()
     assert read_header(file.path) is None and file.path.stat().st_size > size
 
 
@@ -67,12 +77,14 @@ def test_damage_is_seen(tmp_path):
     raw = bytearray(file.path.read_bytes())
     raw[4098] ^= 1
     file.path.write_bytes(raw)
-    assert read_header(file.path) == header and not is_undamaged(file.path, header)
-    file.path.write_bytes(raw[:-1])
+    assert read_header(file.path) == header and not is_undamaged(file.path, header, TOKEN)
+    file.path.write_bytes(raw[: 4096 + 6])
     assert read_header(file.path) is None  # shorter than it says
 
 
-@pytest.mark.parametrize("change", [{"rank": 3}, {"rank": True}, {"end_bytes": -1}, {"job": 5}, {"index_bytes": 100}])
+@pytest.mark.parametrize(
+    "change", [{"rank": 3}, {"rank": True}, {"end_bytes": -1}, {"job": 5}, {"mac": 5}, {"index_bytes": 100}]
+)
 def test_nonsense_behind_a_right_checksum_is_refused(change):
     fields = {name: getattr(_header(b"abcdef"), name) for name in Header.__slots__}
     assert parse_header(Header(**{**fields, **change}).to_bytes()) is None
@@ -85,3 +97,37 @@ def test_no_room_is_an_error_and_not_the_end_of_the_process(tmp_path, monkeypatc
     monkeypatch.setattr("os.posix_fallocate", refuse)
     with pytest.raises(OSError, match="No space"):
         SegmentFile(tmp_path / "own-a-A.seg").begin(10)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 0},
+        {"index_bytes": 1},
+        {"model": "n"},
+        {"job": "b"},
+        {"save": Save(step=8, start="0001-ab", world_size=3)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_header_that_was_changed_does_not_have_its_hmac(tmp_path, change):
+    header = replace(_header(b"abcdef"), **change)
+    assert not is_genuine(header, memoryview(b"abcdef"), TOKEN)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4 << 20, (4 << 20) + 1, 9 << 20])
+def test_each_byte_of_a_content_and_the_token_count(size):
+    content = bytearray(size)
+    header = signed(_header(content), memoryview(content), TOKEN)
+    assert is_genuine(header, memoryview(content), TOKEN)
+    assert not is_genuine(header, memoryview(content), b"x" * 32)
+    assert not is_genuine(header, memoryview(content + b"0"), TOKEN)
+    for place in {0, size // 2, size - 1} if size else ():
+        content[place] ^= 1
+        assert not is_genuine(header, memoryview(content), TOKEN)
+        content[place] ^= 1
+
+
+def test_chunks_in_another_order_are_another_content():
+    one, two = bytes(4 << 20), b"1" * (4 << 20)
+    assert not is_genuine(signed(_header(one + two), memoryview(one + two), TOKEN), memoryview(two + one), TOKEN)
