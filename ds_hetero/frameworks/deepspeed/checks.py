@@ -16,13 +16,14 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.hooks import SplitEngine
 from ds_hetero.frameworks.deepspeed.installer import HookedEngine
 from ds_hetero.frameworks.deepspeed.zero.used_parameters import used_parameters_of
+from ds_hetero.frameworks.deepspeed.zero.user_optimizer import SameNumberOfGroups
 from ds_hetero.runtime.step_checks import StepCheck, TokenWeights, Verdict
 
 
 def checks_of_model(hooked: SplitEngine) -> list[StepCheck]:
     """Checks of an engine whose model is split over the sequence, or runs whole on every rank; on every rank alike."""
-    checks: list[StepCheck] = [SameGroups(hooked), used_parameters_of(hooked.engine)]
     model, engine = hooked.model, hooked.engine
+    checks: list[StepCheck] = [SameGroups(hooked), SameNumberOfGroups(engine), used_parameters_of(engine)]
     if not isinstance(model, WholeModel):
         model.token_weights = TokenWeights(model, engine.gradient_accumulation_steps(), scales=engine.fp16_enabled())
         checks.append(model.token_weights)

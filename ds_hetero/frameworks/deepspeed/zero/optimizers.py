@@ -28,6 +28,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from ds_hetero.common.text import announce
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.engine.ds_config import DsConfig, read_training_facts
 from ds_hetero.engine.patching import Function, Patches, around
@@ -43,6 +44,7 @@ from ds_hetero.frameworks.deepspeed.zero.stage3 import (
 )
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
+from ds_hetero.frameworks.deepspeed.zero.user_optimizer import keep_adagrad, why_inexact
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.sharding.zero_partition import check_weights, is_even, node_sizes
 from ds_hetero.values.section import SECTION
@@ -132,6 +134,8 @@ def agree_on_owners(
     weights, nodes = decided[0][0], None
     if within is not None:
         nodes = Nodes.of_job(node_sizes(within, [local_rank for _, local_rank in decided]), weights)
+    if dist.get_rank() == 0 and (text := why_inexact(optimizer, start.facts.training.zero_stage)):
+        announce(text)
     if dist.get_rank() == 0 and not (is_even(weights) and nodes is None):
         owning = [weights] if nodes is None else nodes.weights
         shares = ", ".join(f"{weight / sum(of_node):.1%}" for of_node in owning for weight in of_node)
@@ -193,6 +197,8 @@ def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float], nodes: No
     if ours := OPTIMIZERS.get(training.zero_stage):
         make = functools.partial(ours.make, weights=weights, **({} if nodes is None else {"nodes": nodes}))
         patches.replace(importlib.import_module(ours.module), ours.name, around(_choose, make))
+    for stock in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
+        patches.replace(stock, "initialize_optimizer_states", around(keep_adagrad))
     in_fp32 = training.accumulates_in_fp32 and training.mixed_precision == "bfloat16"
     if training.zero_stage == 1 and not is_even(weights) and in_fp32:
         # For bf16 parameters and fp32 accumulation DeepSpeed has an optimizer of its own, with equal partitions. The
