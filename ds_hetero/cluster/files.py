@@ -185,15 +185,16 @@ def _share_ports(
         network: link of pairs of nodes that ``links`` does not name.
         links: overrides by pair of nodes.
     """
-    others: dict[int, list[float]] = {}
-    for pair, link in links if ports else ():
-        for i in pair:
-            others.setdefault(i, []).append(link.bytes_per_s)
+    cluster = Cluster(nodes=tuple(nodes), network=network, links=tuple(links))
     for members, count in ports.items():
         for i in members:
-            rates = others.get(i, [])
-            best = max(rates if len(rates) == len(nodes) - 1 else [*rates, network.bytes_per_s])
-            nodes[i] = replace(nodes[i], nic_bytes_per_s=count * best)
+            nodes[i] = replace(nodes[i], nic_bytes_per_s=count * best_rate(cluster, i))
+
+
+def best_rate(cluster: Cluster, node: int) -> float:
+    """Bytes per second of a port of a node to the network: those of its fastest link to another node."""
+    rates = [link.bytes_per_s for pair, link in cluster.links if node in pair]
+    return max(rates if len(rates) == len(cluster.nodes) - 1 else [*rates, cluster.network.bytes_per_s])
 
 
 def _ports(where: str, value: object) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ds_hetero.cluster.files import cluster_from_dict
+from ds_hetero.cluster.files import best_rate, cluster_from_dict
 from ds_hetero.cluster.notation import network_gb_per_s, read_notation
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import shortened
@@ -186,7 +186,11 @@ def _added(cluster: Cluster, value: str) -> Cluster:
     last = cluster.nodes[-1]
     slowest = min(last.link, new.link, key=lambda link: link.bytes_per_s)
     link = replace(slowest, name=last.link.name, latency_s=max(last.link.latency_s, new.link.latency_s))
-    grown = replace(last, devices=(*last.devices, *new.devices), link=link)
+    nic_bytes_per_s = last.nic_bytes_per_s
+    if len(cluster.nodes) > 1 and len(last.devices) == 1 and nic_bytes_per_s is None:
+        # Of one rank its port is not said; cards that are added share it.
+        nic_bytes_per_s = best_rate(cluster, len(cluster.nodes) - 1)
+    grown = replace(last, devices=(*last.devices, *new.devices), link=link, nic_bytes_per_s=nic_bytes_per_s)
     return replace(cluster, nodes=(*cluster.nodes[:-1], grown))
 
 
@@ -202,4 +206,9 @@ def _networked(cluster: Cluster, value: str) -> Cluster:
     if len(cluster.nodes) == 1:
         raise ClusterError("--what-if network=... changes what joins nodes, and the cluster has one.")
     network = replace(cluster.network, bytes_per_s=network_gb_per_s("--what-if network", value) * GB)
-    return replace(cluster, network=network, links=())
+    nodes = list(cluster.nodes)
+    for i, node in enumerate(nodes):
+        if node.nic_bytes_per_s is not None:  # so many ports as before, each as fast as the network
+            ports = node.nic_bytes_per_s / best_rate(cluster, i)
+            nodes[i] = replace(node, nic_bytes_per_s=ports * network.bytes_per_s)
+    return replace(cluster, nodes=tuple(nodes), network=network, links=())

@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim, with groups and a scheduler of the script's, trains as on one process, or says it does not.
+"""Every optimizer of torch.optim, with groups and a scheduler of the script's, trains as on one process.
 
 Budget: 40 s.
 """

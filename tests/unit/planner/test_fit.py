@@ -243,6 +243,30 @@ def test_what_if(what, ranks, gb_per_s):
 
 
 @pytest.mark.parametrize(
+    ("gpus", "network", "what", "changed"),
+    [
+        ("2x4090 | 2x3090", "1.25", "network=10", ("2x4090 | 2x3090", "10")),
+        ("2x4090 | 2x3090", "10", "network=1.25", ("2x4090 | 2x3090", "1.25")),
+        ("4090 | 3090", "1.25", "network=80Gbit/s", ("4090 | 3090", "10")),
+        ("2x4090 | 3090", "1.25", "add=3090", ("2x4090 | 2x3090", "1.25")),
+        ("2x4090 | 2x3090", "1.25", "add=3090", ("2x4090 | 3x3090", "1.25")),
+        ("2x4090 | 2x3090", "1.25", "remove=0", ("4090 | 2x3090", "1.25")),
+        ("2x4090 | 3x3090", "1.25", "remove=4", ("2x4090 | 2x3090", "1.25")),
+        ("5090,3090x2", None, "add=3090", ("5090,3090,3090,3090", None)),
+        ("5090,3090x2", None, "remove=0", ("3090x2", None)),
+    ],
+)
+def test_a_what_if_predicts_what_the_same_cluster_described_directly_predicts(gpus, network, what, changed):
+    asked = read_what_if(what, cluster_from_dict(read_notation(gpus, network).content))
+    described = cluster_from_dict(read_notation(*changed).content)
+    times = []
+    for cluster in (asked, described):
+        cost = make_cost_model("calibrated", cluster, load_model("llama-3.2-1b"), Workload(seq_len=8192))
+        times.append(best_schedule(cost).prediction.iteration_s)
+    assert times[0] == pytest.approx(times[1], rel=1e-9)
+
+
+@pytest.mark.parametrize(
     ("what", "message"),
     [
         ("more=3090", "--what-if is add=CARDS, remove=RANK or network=GB/s"),

@@ -382,9 +382,15 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         """Accumulate gradients of a micro-batch, which stay in the node; those of the last one set out for others."""
         self._take_back(params)
         buffers = super().partition_grads(params, shards)
-        if self.is_gradient_accumulation_boundary():
+        if self._is_at_boundary:
             self._set_out(params)
         return buffers
+
+    @property
+    def _is_at_boundary(self) -> bool:
+        """Whether the step is to use the gradients of this backward; an attribute before DeepSpeed 0.19."""
+        at_boundary: Any = self.is_gradient_accumulation_boundary
+        return bool(at_boundary() if callable(at_boundary) else at_boundary)
 
     def _take_back(self, params: Iterable[ZeroParameter]) -> None:
         """Let gradients that have crossed take more of this node: the first node keeps the sums, others begin anew."""
