@@ -20,6 +20,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hetero.common.reading import NameRow, shortened
 from ds_hetero.errors import ModelError
@@ -138,6 +139,13 @@ def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:
 
 def _only(values: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
+
+
+def check_attention(model: nn.Module) -> None:
+    """Refuse an attention of the script's own. Raises `ModelError`: names the function."""
+    pretrained = pretrained_of(model)
+    if problems := list(own_attention_problems(pretrained)):
+        raise _error_of(pretrained, problems)
 
 
 def check_model(model: nn.Module) -> None:
@@ -301,8 +309,25 @@ def _quantization_problems(model: nn.Module, zero_stage: int) -> Iterator[str]:
             )
 
 
+def own_attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
+    """An attention of the script's own, which ours would replace: it may compute anything."""
+    for name in dict.fromkeys(m.config._attn_implementation for m in pretrained.modules() if hasattr(m, "config")):
+        function = ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
+        room = getattr(function, "__module__", "").partition(".")[0]
+        if function is not None and room not in _ATTENTION_OF:
+            shown = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+            yield (
+                f'its attention "{name}" is {shown}, registered with AttentionInterface, of which ds_hetero cannot '
+                'know what it computes. model.set_attn_implementation("sdpa") takes an attention that is split; a '
+                'function of your own trains without a "heterogeneity" section, or by "batch", which splits no sequence'
+            )
+
+
+_ATTENTION_OF = ("transformers", "ds_hetero", "deepspeed", "kernels")  # packages whose functions are softmax attention
+
 _CHECKS: tuple[Callable[[PretrainedModel], Iterator[str]], ...] = (
     _interface_problems,
+    own_attention_problems,
     _config_problems,
     _attention_problems,
     _tower_problems,

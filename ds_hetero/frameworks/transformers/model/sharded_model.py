@@ -28,6 +28,7 @@ from ds_hetero.frameworks.transformers.model.embeddings import (
 from ds_hetero.frameworks.transformers.model.entrance import Entrance, expect_shard_shapes, expect_whole, local_batch
 from ds_hetero.frameworks.transformers.model.model_checks import (
     POOLS,
+    check_attention,
     decoder_of,
     embeddings_of,
     pools,
@@ -112,6 +113,7 @@ class ShardedModel:
         self._count_positions = position_counter(self._decoder) if self._door is None else None
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
         self._configs = self._switch_attention()
+        self.pretrained.set_attn_implementation = self._set_implementation  # type: ignore[attr-defined]
         layers = (module for module in self.model.modules() if hasattr(module, "adapter_layer_names"))
         self._adapted_layer: Any = next(layers, None)
         self._has_doors, self._close_doors = has_doors(self.model), open_doors(self.model)
@@ -134,6 +136,7 @@ class ShardedModel:
 
     def _switch_attention(self) -> list[ModelConfig]:
         """Let the decoder use our attention, and towers before it theirs; return the configurations that say so."""
+        check_attention(self.model)  # where nothing is split, no other check has seen the model
         part: Any = self.pretrained if self._door is None else self._decoder
         inside: list[ModelConfig] = [m.config for m in part.modules() if hasattr(m, "config")]
         outside: list[ModelConfig] = []
@@ -146,6 +149,17 @@ class ShardedModel:
         for config in configs:  # those of layers that were copied, too, as PEFT's layer_replication does
             config._attn_implementation_internal = NAME
         return configs
+
+    def _set_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """In place of ``set_attn_implementation``: what is set is for whole batches, shards go on with ours."""
+        for config in self._configs:
+            restore_implementation(config)
+        try:
+            type(self.pretrained).set_attn_implementation(self.pretrained, *args, **kwargs)  # type: ignore[attr-defined]
+        finally:
+            for config in self._configs:
+                remember_implementation(config, self)
+                config._attn_implementation_internal = NAME
 
     def tile(self, tokens: int) -> None:
         """Compute MLPs and losses of shards in tiles of so many tokens. Raises `ModelError`: see `Tiles`."""
@@ -169,6 +183,7 @@ class ShardedModel:
         self._close_router_loss()
         self._rope_length.restore()
         del self._decoder.train
+        del self.pretrained.set_attn_implementation  # type: ignore[attr-defined]
         for config in self._configs:
             restore_implementation(config)
 
