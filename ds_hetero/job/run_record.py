@@ -111,7 +111,9 @@ class RunRecord:
         if reason is None and error is not None and error is not self._error_before:
             reason = f"{type(error).__name__}: {error}"
         if not self._totals:
-            announce(f"no {self._path.name}: the job ended before its third optimizer step")
+            announce(
+                f"no {self._path.name}: the job ended before the third optimizer step since it was started or resumed"
+            )
         elif self._write(reason or "normally"):
             announce(f"what was measured is in {self._path}")
 

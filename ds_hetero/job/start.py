@@ -393,6 +393,10 @@ def plan_text(plan: Plan, section: HeterogeneitySection) -> str:
         shapes.setdefault(schedule.shifted(0), []).append(number)
     count = f"{len(plan.pipelines)} replicas, " if len(plan.pipelines) > 1 else ""
     ranks = f"{len(plan.ranks)} rank{'s' if len(plan.ranks) > 1 else ''}"
+    if section.batch is not None and plan.batch_split is not None:
+        sizes = [str(size) for size in plan.batch_split.micro_batch_sizes]
+        more = [f"{len(sizes) - _SHOWN} more"] if len(sizes) > _SHOWN else []
+        return f"{ranks}, whole samples by rank: {' | '.join([*sizes[:_SHOWN], *more])} in a micro-batch"
     return f"{ranks}, {count}schedule {source}: {_shapes_text(shapes)}"
 
 

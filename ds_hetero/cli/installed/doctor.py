@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from ds_hetero.cli.options import AS_JSON, FILE, TOKENS
 from ds_hetero.cli.printing import print_table
-from ds_hetero.common.extras import OPTIONAL, Package, installed_packages, require
+from ds_hetero.common.extras import OPTIONAL, Package, installed_packages, is_installed
 from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.errors import ModelError
 from ds_hetero.models import load_model
@@ -41,7 +41,8 @@ HEAD_DIM = 128  # of today's models
 @AS_JSON
 def doctor(config: Path | None, world_size: int, model: str | None, as_json: bool, **facts_of_job: Any) -> None:
     """Say what is installed, which kernels work on this machine's devices, and what a section comes to."""
-    require("torch", purpose="ds-hetero doctor")
+    if not is_installed("torch"):
+        _end_without_torch(config, as_json)
     with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs as it is imported
         module = model_of(model)
         report = examine(config, model_facts(model, module, **facts_of_job), world_size, module)
@@ -51,6 +52,20 @@ def doctor(config: Path | None, world_size: int, model: str | None, as_json: boo
         _show(report)
     if not report["healthy"]:
         raise click.exceptions.Exit(1)
+
+
+def _end_without_torch(config: Path | None, as_json: bool) -> NoReturn:
+    """Say what is installed and what is missing; kernels and sections are looked at with torch alone."""
+    packages = list(map(_package, installed_packages()))
+    report = {"healthy": False, "packages": packages, "devices": [], "section": None}
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _show_packages(report)
+        of_section = "" if config is None else f', and "{SECTION}" of {config.name} is checked'
+        print(f'kernels are tried{of_section} where torch is installed: pip install "ds-hetero[train]"')
+        print("not healthy: see above")
+    raise click.exceptions.Exit(1)
 
 
 def model_of(source: str | None) -> nn.Module | None:
@@ -136,9 +151,13 @@ def _kernels_by_device() -> list[JsonDict]:
     return rows
 
 
-def _show(report: JsonObject) -> None:
+def _show_packages(report: JsonObject) -> None:
     packages = ((row["name"], row["version"] or "-", row["problem"] or "works") for row in report["packages"])
     print_table(("package", "version", "verdict"), packages, "Packages")
+
+
+def _show(report: JsonObject) -> None:
+    _show_packages(report)
     kernels = (
         (f"{row['device']} ({row['name']})", dtype, kernel, reason or "works")
         for row in report["devices"]

@@ -475,3 +475,15 @@ def test_hosts_that_no_launcher_takes_are_refused(options, message, tmp_path, mo
         main(["plan", *rig, "--out", "p.json"])
     assert main(["launch-files", "p.json", *options]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_doctor_says_what_is_missing_where_torch_is():
+    program = """
+import ds_hetero.cli as cli
+try:
+    cli.main(["doctor"])
+except SystemExit as left:
+    assert left.code == 1
+"""
+    run = run_without(["torch"], program)
+    assert "torch" in run.stdout and "not healthy" in run.stdout and "ds-hetero[train]" in run.stdout

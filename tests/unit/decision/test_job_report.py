@@ -11,7 +11,7 @@ from ds_hetero.decision.start_text import forecast_text
 from ds_hetero.job.start import plan_text
 from ds_hetero.models import load_model
 from ds_hetero.values.baselines import ring, ulysses
-from ds_hetero.values.plans import Plan
+from ds_hetero.values.plans import BatchSplit, Plan
 from ds_hetero.values.schedule import Group, Schedule
 from ds_hetero.values.section import HeterogeneitySection
 
@@ -46,6 +46,13 @@ SHAPE = "groups 2, heads 6+2 | 5+3, tokens 4:1 | 3:2"
 def test_one_line_names_the_schedule_and_its_shape(schedules, source, text):
     plan = Plan.of_replicas(schedules)
     assert plan_text(plan, HeterogeneitySection(schedule=source)) == text
+
+
+def test_one_line_names_the_samples_of_every_rank_where_no_sequence_is_split():
+    schedules = [ulysses(1, 1, 1), ulysses(1, 1, 1).shifted(1)]
+    plan = Plan.of_replicas(schedules, BatchSplit(micro_batch_sizes=(6, 2), micro_batches=(1, 1)))
+    text = plan_text(plan, HeterogeneitySection(batch=[6, 2]))
+    assert text == "2 ranks, whole samples by rank: 6 | 2 in a micro-batch"
 
 
 def test_a_prediction_says_that_the_time_of_offloading_is_not_in_it():
