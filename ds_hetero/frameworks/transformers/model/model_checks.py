@@ -311,7 +311,8 @@ def _quantization_problems(model: nn.Module, zero_stage: int) -> Iterator[str]:
 
 def own_attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
     """An attention of the script's own, which ours would replace: it may compute anything."""
-    for name in dict.fromkeys(m.config._attn_implementation for m in pretrained.modules() if hasattr(m, "config")):
+    configs: list[Any] = [module.config for module in pretrained.modules() if hasattr(module, "config")]
+    for name in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
         function = ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
         room = getattr(function, "__module__", "").partition(".")[0]
         if function is not None and room not in _ATTENTION_OF:

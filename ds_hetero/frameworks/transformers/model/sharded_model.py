@@ -113,7 +113,7 @@ class ShardedModel:
         self._count_positions = position_counter(self._decoder) if self._door is None else None
         self._parameters = list(inspect.signature(type(self._decoder).forward).parameters)[1:]
         self._configs = self._switch_attention()
-        self.pretrained.set_attn_implementation = self._set_implementation  # type: ignore[attr-defined]
+        self.pretrained.set_attn_implementation = self._set_implementation
         layers = (module for module in self.model.modules() if hasattr(module, "adapter_layer_names"))
         self._adapted_layer: Any = next(layers, None)
         self._has_doors, self._close_doors = has_doors(self.model), open_doors(self.model)
@@ -152,10 +152,11 @@ class ShardedModel:
 
     def _set_implementation(self, *args: Any, **kwargs: Any) -> None:
         """In place of ``set_attn_implementation``: what is set is for whole batches, shards go on with ours."""
+        its_class: Any = type(self.pretrained)
         for config in self._configs:
             restore_implementation(config)
         try:
-            type(self.pretrained).set_attn_implementation(self.pretrained, *args, **kwargs)  # type: ignore[attr-defined]
+            its_class.set_attn_implementation(self.pretrained, *args, **kwargs)
         finally:
             for config in self._configs:
                 remember_implementation(config, self)
@@ -183,7 +184,7 @@ class ShardedModel:
         self._close_router_loss()
         self._rope_length.restore()
         del self._decoder.train
-        del self.pretrained.set_attn_implementation  # type: ignore[attr-defined]
+        del self.pretrained.set_attn_implementation
         for config in self._configs:
             restore_implementation(config)
 
