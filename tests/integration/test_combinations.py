@@ -1,0 +1,41 @@
+"""A hundred random jobs train as one process, or are refused by name on all ranks.
+
+`python -m tests.integration.combinations --seed N --draws 1000` draws others.
+
+Budget: 45 s in a quick run, 180 s more in CI.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.integration.combinations.compare import Outcome
+from tests.integration.combinations.draw import drawn
+from tests.integration.combinations.running import outcomes_of
+
+SEED = 7
+QUICK, ALL = 24, 100
+
+pytestmark = pytest.mark.timeout(900)  # the first case waits for all draws, which share few starts of ranks
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> dict[int, Outcome]:
+    """Of the draws that this session has chosen."""
+    chosen = {
+        item.callspec.params["number"]
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
+    return outcomes_of({number: drawn(SEED, number) for number in sorted(chosen)})
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=[pytest.mark.slow] * (number >= QUICK)) for number in range(ALL)],
+)
+def test_a_random_job_is_exact_or_refused_by_name(number: int, outcomes: dict[int, Outcome]) -> None:
+    assert outcomes[number].kind in ("exact", "refused"), (
+        f"{outcomes[number]}\n{drawn(SEED, number).describe()}\n"
+        f"    python -m tests.integration.combinations --seed {SEED} --only {number}"
+    )
