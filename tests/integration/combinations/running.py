@@ -26,6 +26,8 @@ from tests.support import run_deepspeed
 
 AT_ONCE = 8  # draws in one start of ranks
 TIMEOUT_S = 60.0  # of a draw, which takes one or two seconds on an idle machine
+# What a rank says where another one failed first.
+_CONSEQUENCES = ("PeerError", "closed by peer", "reset by peer")
 # A deadlock that the engine's watch found, and blames on the script.
 _DEADLOCK = ("can never meet", "in which the others wait", "has left the loop")
 
@@ -166,14 +168,14 @@ def _ends_of(number: int, world_size: int, folder: str) -> list[_End | str | Non
 def _outcome(job: Job, ends: Sequence[_End | str | None], expected: Trained | None, said: str) -> Outcome:
     assert expected is not None
     complete = [end for end in ends if isinstance(end, _End)]
+    stacks = {rank: end for rank, end in enumerate(ends) if isinstance(end, str) and end}
+    if stacks:
+        return Outcome("hang", "\n".join(f"rank {rank}: {stack[:3000]}" for rank, stack in stacks.items()))
     errors = [(rank, end.error) for rank, end in enumerate(ends) if isinstance(end, _End) and end.error]
     if errors:
-        errors.sort(key=lambda pair: "PeerError" in pair[1])  # the cause before its consequences
+        errors.sort(key=lambda pair: any(sign in pair[1] for sign in _CONSEQUENCES))  # the cause first
         return Outcome("bare", f"rank {errors[0][0]} of {sorted(rank for rank, _ in errors)}: {errors[0][1]}")
     if len(complete) < len(ends):
-        stacks = {rank: end for rank, end in enumerate(ends) if isinstance(end, str) and end}
-        if stacks:
-            return Outcome("hang", "\n".join(f"rank {rank}: {stack[:3000]}" for rank, stack in stacks.items()))
         return Outcome("bare", said or f"ranks ended without a word: {ends}")
     refusals = {_without_numbers(end.refusal) for end in complete}
     if any(refusals):
