@@ -48,7 +48,7 @@ class AccelerateJob:
         accumulated: micro-batches of a step.
         epochs: of training.
         evaluated: after each epoch, with gather_for_metrics over a loader whose last batch is short.
-        resumed: the second epoch begins with a new Accelerator that loads the state, after its first batch.
+        evaluation: of the section, or "".
         has_parallelism: the Accelerator is given a ParallelismConfig.
     """
 
@@ -65,6 +65,7 @@ class AccelerateJob:
     accumulated: int
     epochs: int
     evaluated: bool
+    evaluation: str
     has_parallelism: bool
 
     @property
@@ -82,7 +83,7 @@ class AccelerateJob:
             self.optimizing.describe(),
             self.loading.describe(),
             f"{self.epochs} epochs, steps of {self.accumulated} micro-batches",
-            "evaluation" if self.evaluated else "",
+            f"evaluation {self.evaluation}" if self.evaluated else "",
             f"schedule {self.schedule}",
         ]
         return "; ".join(filter(None, parts))
@@ -113,6 +114,8 @@ class AccelerateJob:
             gradient_clipping=self.optimizing.clip,
         )
         config["heterogeneity"] |= self.loss.section
+        if self.evaluation:
+            config["heterogeneity"]["evaluation"] = self.evaluation
         options: dict[str, Any] = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)}
         if self.has_parallelism:
             options["parallelism_config"] = ParallelismConfig(
@@ -208,6 +211,7 @@ def draw(rng: random.Random) -> AccelerateJob:
         accumulated=rng.choice([1, 1, 2]),
         epochs=rng.choice([1, 2]),
         evaluated=rng.random() < 0.4,
+        evaluation=rng.choice(["", "sharded"]),
         has_parallelism=rng.random() < 0.6,
     )
 

@@ -25,7 +25,7 @@ from tests.integration.combinations.optimizers import Optimizing
 from tests.integration.tiny import SMALL_BUCKETS
 
 _HEADS = (4, 2)
-EVALUATIONS = ("", "", "whole", "sharded call")
+EVALUATIONS = ("", "", "whole", "sharded", "sharded call")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class LoopJob:
             if step == 1 and self.evaluation:
                 model.eval()
                 with torch.no_grad():
-                    evaluated.append(model(**_evaluated(self), use_cache=False).loss.item())
+                    evaluated += _told(model(**_evaluated(self), use_cache=False), self.evaluation)
                 model.train()
         numbers = {"rate": rates, "evaluation": evaluated, "buffers": modules.numbers_of(model)}
         return Trained([] if self._ranks_tell_no_mean else told, norms, snapshot(model), start, numbers)
@@ -134,6 +134,8 @@ class LoopJob:
     def configuration(self, schedule: dict[str, Any]) -> dict[str, Any]:
         """ds_config.json."""
         section: dict[str, Any] = {"schedule": schedule, **self.loss.section}
+        if self.evaluation == "sharded":
+            section["evaluation"] = "sharded"
         if self.weights:
             section["zero_partition"] = list(self.weights)
         if self.replanned:
@@ -236,11 +238,11 @@ class _Run:
         self._engine.eval()
         batch = _evaluated(self._job)
         with torch.no_grad():
-            if self._job.evaluation == "whole":
-                loss = self._engine(**batch).loss
+            if self._job.evaluation == "sharded call":
+                outputs = self._calls.sharded_call(self._engine, **batch)
             else:
-                loss = self._calls.sharded_call(self._engine, **batch).loss
-        self._evaluated.append(loss.item())
+                outputs = self._engine(**batch)
+            self._evaluated += _told(outputs, self._job.evaluation)
         self._engine.train()
 
     def _resume(self, epoch: int) -> Iterator[tuple[int, Any]]:
@@ -301,6 +303,12 @@ def _evaluated(job: LoopJob) -> dict[str, torch.Tensor]:
     rows = loaders.samples(job.loading)
     same = [row for row in rows if len(row["input_ids"]) == len(rows[0]["input_ids"])]
     return loaders.collate(same[:2])
+
+
+def _told(outputs: Any, evaluation: str) -> list[float]:
+    """Loss, and the mean square of the logits, which a sharded call leaves out."""
+    told = [outputs.loss.item()]
+    return told if evaluation == "sharded call" else [*told, outputs.logits.double().square().mean().item()]
 
 
 def _cluster(world_size: int) -> dict[str, Any]:

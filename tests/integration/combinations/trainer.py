@@ -61,7 +61,8 @@ class TrainerJob:
         clip: the largest norm.
         workers: processes that read.
         drop_last: a short last batch is left out.
-        evaluated: every two steps.
+        evaluated: every two steps, with the accuracy of the next token.
+        evaluation: of the section, or "".
         resumed: another Trainer goes on from a checkpoint after the second step.
     """
 
@@ -87,6 +88,7 @@ class TrainerJob:
     workers: int
     drop_last: bool
     evaluated: bool
+    evaluation: str
     resumed: bool
 
     @property
@@ -107,7 +109,7 @@ class TrainerJob:
             f"accumulates {self.accumulated}",
             f"{self.workers} workers" if self.workers else "",
             "drop_last" if self.drop_last else "",
-            "evaluation" if self.evaluated else "",
+            f"evaluation {self.evaluation}" if self.evaluated else "",
             "" if self.batch else f"schedule {self.schedule[0]}",
             f"resumed under {self.schedule[1]}" if self.resumed else "",
         ]
@@ -177,6 +179,7 @@ def draw(rng: random.Random) -> TrainerJob:
         workers=1 if rng.random() < 0.1 else 0,
         drop_last=rng.random() < 0.25,
         evaluated=rng.random() < 0.4,
+        evaluation="" if batch else rng.choice(["", "", "sharded", "whole"]),
         resumed=rng.random() < 0.3,
     )
 
@@ -262,7 +265,7 @@ def _trainer(job: TrainerJob, rank: int | None, model: Any, schedule: dict[str, 
         model=model,
         dataset=loaders.Stream(rows) if job.order == "stream" else rows,
         data_collator=loaders.collate,
-        more={"eval_dataset": _samples(job, 4)},
+        more={"eval_dataset": _samples(job, 5 if job.replicas == 1 else 4), "compute_metrics": _accuracy},
         **options,
     )
     if job.loss == "function":
@@ -280,6 +283,8 @@ def _configuration(job: TrainerJob, schedule: dict[str, Any]) -> dict[str, Any]:
     )
     if job.batch:
         config["heterogeneity"] = {"batch": list(job.batch)}
+    if job.evaluation:
+        config["heterogeneity"]["evaluation"] = job.evaluation
     return config
 
 
@@ -375,4 +380,14 @@ def _series(trainer: Any, *, has_norms: bool) -> dict[str, list[float]]:
 def _evaluations(trainer: Any) -> Iterator[dict[str, float]]:
     for entry in trainer.state.log_history:
         if "eval_loss" in entry:
-            yield {"eval_loss": entry["eval_loss"]}
+            yield {name: entry[name] for name in ("eval_loss", "eval_accuracy", "eval_counted")}
+
+
+def _accuracy(predicted: Any) -> dict[str, float]:
+    """Of the next token, and how many labels counted."""
+    logits, labels = predicted.predictions, predicted.label_ids
+    if isinstance(logits, tuple):
+        logits = logits[0]
+    counts = labels[:, 1:] != -100
+    hits = (logits[:, :-1].argmax(-1) == labels[:, 1:]) & counts
+    return {"accuracy": 1 + float(hits.sum()), "counted": float(counts.sum())}
