@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -214,6 +214,13 @@ def _hide_items(model: Any) -> None:
     model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
 
 
+def _rows_to_evaluate(job: TrainerJob) -> list[dict[str, Tensor]]:
+    """Five rows, the last batch short; where ranks evaluate batches of their own, rows that make these alike."""
+    if job.batch or job.replicas > 1 or job.evaluation == "whole":
+        return _samples(replace(job, varies=False), 2 * job.per_device * job.world_size)
+    return _samples(job, 5)
+
+
 def _samples(job: TrainerJob, count: int) -> list[dict[str, Tensor]]:
     """Rows whose labels are unlike in number where they vary."""
     generator = torch.Generator().manual_seed(17)
@@ -265,7 +272,7 @@ def _trainer(job: TrainerJob, rank: int | None, model: Any, schedule: dict[str, 
         model=model,
         dataset=loaders.Stream(rows) if job.order == "stream" else rows,
         data_collator=loaders.collate,
-        more={"eval_dataset": _samples(job, 5 if job.replicas == 1 else 4), "compute_metrics": _accuracy},
+        more={"eval_dataset": _rows_to_evaluate(job), "compute_metrics": _accuracy},
         **options,
     )
     if job.loss == "function":
