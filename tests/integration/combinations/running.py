@@ -170,7 +170,7 @@ def _outcome(job: Job, ends: Sequence[_End | str | None], expected: Trained | No
     complete = [end for end in ends if isinstance(end, _End)]
     stacks = {rank: end for rank, end in enumerate(ends) if isinstance(end, str) and end}
     if stacks:
-        return Outcome("hang", "\n".join(f"rank {rank}: {stack[:3000]}" for rank, stack in stacks.items()))
+        return Outcome("hang", "\n".join(f"rank {rank}: {stack[-2500:]}" for rank, stack in stacks.items()))
     errors = [(rank, end.error) for rank, end in enumerate(ends) if isinstance(end, _End) and end.error]
     if errors:
         errors.sort(key=lambda pair: any(sign in pair[1] for sign in _CONSEQUENCES))  # the cause first
