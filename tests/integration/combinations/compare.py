@@ -28,13 +28,15 @@ class Tolerance:
     """How far a job may be off.
 
     Args:
-        relative: to a parameter's change, a norm, a loss.
+        relative: to a parameter's change.
+        series: to a loss, a norm, or another number of a step.
         ignored: share of a parameter's elements that is not compared: where an optimizer steps by the sign of the
             gradient, the rounding of a gradient near zero is a step of full size.
         rounding: of a parameter's own value.
     """
 
     relative: float = RTOL_FP32
+    series: float = RTOL_FP32
     ignored: float = 0.0
     rounding: float = ROUNDING_FP32
 
@@ -100,31 +102,38 @@ def whole_parameters(model: nn.Module, stage: int) -> dict[str, np.ndarray]:
 
 def compared(ranks: Sequence[Trained], expected: Trained, tolerance: Tolerance) -> Outcome:
     """Exact, or wrong with what is furthest off."""
-    errors = list(_errors(ranks, expected, tolerance))
-    error, name = max(errors, key=lambda pair: pair[0] if pair[0] == pair[0] else np.inf)
-    if error <= tolerance.relative:
+    errors = [(error / tolerance.series, error, name) for error, name in _errors_of_steps(ranks, expected)]
+    of_parameters = _errors_of_parameters(ranks, expected, tolerance)
+    errors += [(error / tolerance.relative, error, name) for error, name in of_parameters]
+    worst, error, name = max(errors, key=lambda triple: triple[0] if triple[0] == triple[0] else np.inf)
+    if worst <= 1:
         return Outcome("exact")
-    others = sorted({name for error, name in errors if not error <= tolerance.relative})
+    others = sorted({name for share, _, name in errors if not share <= 1})
     shown = ", ".join(others[:6]) + (f" and {len(others) - 6} more" if len(others) > 6 else "")
     return Outcome("wrong", f"{name} is off by {error:.1e}; off are {shown}")
 
 
-def _errors(ranks: Sequence[Trained], expected: Trained, tolerance: Tolerance) -> Any:
-    """Pairs of error and name."""
+def _errors_of_steps(ranks: Sequence[Trained], expected: Trained) -> Any:
+    """Pairs of error and name: losses, norms and other numbers."""
     yield from _errors_of_losses(ranks, expected)
     for rank, trained in enumerate(ranks):
         yield from _errors_of_numbers(rank, trained, expected)
         if trained.norms and expected.norms:
             yield from _errors_of_series(f"norm on rank {rank}", trained.norms, expected.norms)
-        largest = max(float(np.linalg.norm(expected.parameters[n] - expected.start[n])) for n in expected.parameters)
+
+
+def _errors_of_parameters(ranks: Sequence[Trained], expected: Trained, tolerance: Tolerance) -> Any:
+    """Pairs of error and name, relative to the change."""
+    changes = {name: np.linalg.norm(value - expected.start[name]) for name, value in expected.parameters.items()}
+    largest = float(max(changes.values()))
+    for trained in ranks:
         for name, value in trained.parameters.items():
             if name not in expected.parameters:
                 yield np.inf, f"{name}, which one process does not train,"
                 continue
-            change = float(np.linalg.norm(expected.parameters[name] - expected.start[name]))
             rounding = tolerance.rounding * float(np.linalg.norm(expected.parameters[name])) / tolerance.relative
             off = _norm_without_largest(value - expected.parameters[name], tolerance.ignored)
-            yield off / (change + FLOOR * largest + rounding), name
+            yield off / (float(changes[name]) + FLOOR * largest + rounding), name
 
 
 def _errors_of_losses(ranks: Sequence[Trained], expected: Trained) -> Any:

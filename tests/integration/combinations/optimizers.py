@@ -15,8 +15,9 @@ from tests.integration.combinations.compare import RTOL_8BIT, Tolerance
 # A denominator near zero would make the rounding of a gradient near zero a step of full size.
 EPS = 1e-3
 _EXACT = Tolerance()
-# By sign of the gradient: of 1,000 elements one may have a gradient whose sign is rounding.
-_SIGN = Tolerance(ignored=2e-3)
+# By sign of the gradient: of 1,000 elements one may have a gradient whose sign is rounding, and losses after it differ.
+_SIGN = Tolerance(series=3e-3, ignored=2e-3)
+_8_BITS = Tolerance(RTOL_8BIT, series=1e-2)
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,12 @@ RECIPES = {
     "Adadelta": _torch("Adadelta", lr=1.0, eps=EPS),
     "RMSprop": _torch("RMSprop", lr=1e-2, eps=EPS),
     "RMSprop, centered, momentum": _torch("RMSprop", lr=3e-3, eps=EPS, momentum=0.9, centered=True),
-    "Rprop": _torch("Rprop", 0.5, _SIGN, lr=1e-3),
+    "Rprop": _torch("Rprop", 0.5, lr=1e-3),
     "ASGD": _torch("ASGD", lr=0.3),
     "Adafactor": _torch("Adafactor", 0.3, lr=1e-2),
-    "Adam8bit": _of_8_bits("Adam8bit", Tolerance(RTOL_8BIT), lr=1e-2, eps=EPS),
-    "AdamW8bit": _of_8_bits("AdamW8bit", Tolerance(RTOL_8BIT), lr=1e-2, eps=EPS),
-    "RMSprop8bit": _of_8_bits("RMSprop8bit", Tolerance(RTOL_8BIT), lr=1e-2, eps=EPS),
+    "Adam8bit": _of_8_bits("Adam8bit", _8_BITS, lr=1e-2, eps=EPS),
+    "AdamW8bit": _of_8_bits("AdamW8bit", _8_BITS, lr=1e-2, eps=EPS),
+    "RMSprop8bit": _of_8_bits("RMSprop8bit", _8_BITS, lr=1e-2, eps=EPS),
     "AdamW32bit": _of_8_bits("AdamW32bit", Tolerance(), lr=1e-2, eps=EPS),
     "Adam by ds_config": _by_configuration("Adam", lr=1e-2, eps=EPS, torch_adam=True, adam_w_mode=False),
     "AdamW by ds_config": _by_configuration("AdamW", lr=1e-2, eps=EPS, torch_adam=True, weight_decay=0.1),
@@ -80,6 +81,8 @@ RECIPES = {
     "RAdam by ds_config": _by_configuration("RAdam", lr=1e-2, eps=EPS),
     "Lion by ds_config": _by_configuration("Lion", lr=1e-3),
 }
+# Of the sign of a gradient alone: in fp64, where it is rounding in no element.
+BY_SIGN = ("Rprop",)
 # Of no state: a parameter without a gradient stays as it is, whether its gradient is None or zero.
 STATELESS = ("SGD",)
 SCHEDULES = ("", "", "LambdaLR", "OneCycleLR stepped by the script", "callable", "WarmupLR", "WarmupDecayLR")
@@ -117,7 +120,10 @@ class Optimizing:
         return ", ".join(filter(None, [*parts, f"clipped to {self.clip}" if self.clip else ""]))
 
 
-def draw(rng: random.Random, names: Sequence[str] = tuple(RECIPES)) -> Optimizing:
+IN_FP32 = tuple(name for name in RECIPES if name not in BY_SIGN)
+
+
+def draw(rng: random.Random, names: Sequence[str] = IN_FP32) -> Optimizing:
     """Any of them."""
     recipe = rng.choices(names, [RECIPES[name].weight for name in names])[0]
     schedule = rng.choice(SCHEDULES)

@@ -62,7 +62,7 @@ class PipelineJob:
     @property
     def tolerance(self) -> Tolerance:
         """Of fp64."""
-        return replace(self.optimizing.tolerance, relative=RTOL_FP64, rounding=ROUNDING_FP64)
+        return replace(self.optimizing.tolerance, relative=RTOL_FP64, series=RTOL_FP64, rounding=ROUNDING_FP64)
 
     def describe(self) -> str:
         """For people."""

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.proof.chance import random_schedule
 from tests.integration.combinations import loaders, losses, modules
-from tests.integration.combinations.compare import Tolerance, Trained, snapshot, whole_parameters
+from tests.integration.combinations.compare import RTOL_8BIT, Tolerance, Trained, snapshot, whole_parameters
 from tests.integration.combinations.losses import Loss
 from tests.integration.combinations.modules import Module
 from tests.integration.tiny import ds_config
@@ -26,13 +26,13 @@ LOSSES = ("model", "model", "smoothing", "function", "loss_function", "term", "c
 TAKES_ITEMS = ("yes", "yes", "accepts_loss_kwargs = False", "no **kwargs")
 MODULES = ("", "", "", "zero mixer", "skipped experts", "rare parameters", "frozen layer", "gate", "buffer that counts")
 # adagrad and rmsprop come with a denominator of 1e-10 and 1e-8: steps by the sign of the gradient.
-_SIGN = Tolerance(ignored=5e-3)
+_SIGN = Tolerance(series=3e-3, ignored=5e-3)
 OPTIMIZERS = {
     "adamw_torch": (1e-2, Tolerance()),
     "sgd": (0.1, Tolerance()),
     "adagrad": (1e-2, _SIGN),
     "rmsprop": (1e-3, _SIGN),
-    "adamw_bnb_8bit": (1e-2, Tolerance(0.2)),
+    "adamw_bnb_8bit": (1e-2, Tolerance(RTOL_8BIT, series=1e-2)),
 }
 _STEPS, _SAVED = 4, 2
 

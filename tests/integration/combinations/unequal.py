@@ -194,7 +194,7 @@ def draw(rng: random.Random) -> UnequalJob:
     if len({*batch}) == 1:
         batch = (batch[0] + 1, *batch[1:])
     module = rng.choice(MODULES)
-    recipes = optimizers.STATELESS if module == "multi task" else tuple(optimizers.RECIPES)
+    recipes = optimizers.STATELESS if module == "multi task" else optimizers.IN_FP32
     accumulated = rng.choice([1, 1, 2])
     whole = rng.random() < 0.6
     return UnequalJob(
