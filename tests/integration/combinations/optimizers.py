@@ -15,8 +15,6 @@ from tests.integration.combinations.compare import RTOL_8BIT, Tolerance
 # A denominator near zero would make the rounding of a gradient near zero a step of full size.
 EPS = 1e-3
 _EXACT = Tolerance()
-# By sign of the gradient: of 1,000 elements one may have a gradient whose sign is rounding, and losses after it differ.
-_SIGN = Tolerance(series=3e-3, ignored=2e-3)
 _8_BITS = Tolerance(RTOL_8BIT, series=1e-2)
 
 
