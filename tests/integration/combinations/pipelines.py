@@ -133,7 +133,7 @@ class PipelineJob:
                 if schedule is not None:
                     schedule.load_state_dict(state["schedule"])
                 reader = iter(handle.for_engine(engine).dataloader(steps[2:]))
-        parameters = _held(model)
+        parameters = _held(self, model)
         engine.destroy()
         return Trained(told, norms, parameters, {}, {"evaluation": evaluated})
 
@@ -220,11 +220,13 @@ def _scaled(job: PipelineJob, loss: Tensor, model: Any) -> Tensor:
     return loss
 
 
-def _held(model: Any) -> dict[str, Any]:
+def _held(job: PipelineJob, model: Any) -> dict[str, Any]:
     """Trained parameters of this rank's stages, whole, under the names that one process has for them."""
     held = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            if job.tied:  # a last stage without the embedding has it as its head
+                name = name.replace("lm_head", "model.embed_tokens")
             full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             held[name] = full.detach().cpu().numpy().copy()
     return held
