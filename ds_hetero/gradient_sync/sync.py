@@ -158,6 +158,18 @@ class AsymmetricGradientSync:
         finally:
             self._accumulating = False
 
+    def send_rest(self) -> None:
+        """Send what the backwards of the step did not reach, as zeros; `finish` does so too.
+
+        Caller: every rank, after the last backward of a step and before another collective of the group: a bucket that
+        left in the backward on one rank and in `finish` on another would change places with it.
+        Collectives: an all_to_all_single for every bucket that could not leave earlier.
+        """
+        for name, parameter in self._parameters.items():
+            if name not in self._packed:
+                self._pack(name, parameter)
+        self._launch()
+
     def finish(self) -> None:
         """Wait until this rank has the gradients of all that it owns, and give them to ``owned``.
 
@@ -171,10 +183,7 @@ class AsymmetricGradientSync:
             SyncError: on every rank, when ranks of one replica were given different tokens.
             PeerError: another rank failed.
         """
-        for name, parameter in self._parameters.items():
-            if name not in self._packed:
-                self._pack(name, parameter)
-        self._launch()
+        self.send_rest()
         self._replica_weights()
         while self._in_flight:
             self._add_up(self._in_flight.popleft())

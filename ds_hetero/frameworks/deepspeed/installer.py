@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine, load_ds_config
 from deepspeed.utils import groups
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from ds_hetero.decision.decide import JobStart
@@ -34,7 +35,7 @@ from ds_hetero.engine.ds_config import DsConfig, enabled, says_batches
 from ds_hetero.engine.patching import Function, Patches, around
 from ds_hetero.engine.process import is_elastic
 from ds_hetero.engine.registry import Registry
-from ds_hetero.errors import ConfigError
+from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed.protocols import Arguments, Engine, State
 from ds_hetero.job.monitor import StepMonitor
@@ -102,7 +103,11 @@ class Installer:
             args = copy.copy(args)
             args.deepspeed_config = None
         ours = {"args": args, "config": config, "config_params": None, "mesh_param": None}
-        built: tuple[Any, ...] = self._stock(**{**self._given, **ours, **changed})
+        try:
+            built: tuple[Any, ...] = self._stock(**{**self._given, **ours, **changed})
+        except RuntimeError as error:
+            _name_scalars(self._given["model"], error)
+            raise
         return built
 
     def _keep_in_memory(
@@ -120,6 +125,19 @@ class Installer:
         Caller: every rank of the world.
         """
         raise NotImplementedError
+
+
+def _name_scalars(model: nn.Module, error: RuntimeError) -> None:
+    """Refuse parameters without a dimension, where DeepSpeed fails at them. Raises `ModelError`.
+
+    DeepSpeedEngine._broadcast_model of 0.19.8 sends ``p.data.view(torch.uint8)``, which torch cannot make of them.
+    """
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars and "dim() cannot be 0" in str(error):
+        raise ModelError(
+            f"DeepSpeed cannot send a parameter without a dimension to the ranks when it builds an engine, and "
+            f"{type(model).__name__} has {', '.join(scalars[:3])}. Give it the shape (1,)."
+        ) from error
 
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -130,6 +130,26 @@ def _refuse(rank: int) -> list[str]:
     return texts
 
 
+def test_a_parameter_without_a_dimension_is_refused_by_name() -> None:
+    """DeepSpeed 0.19.8 sends bytes of parameters, which torch cannot make of a scalar; an older release trains it."""
+    first, second = run_deepspeed(_refuse_scalar, 2)
+    assert first == second
+    assert "DeepSpeed cannot send a parameter without a dimension" in first and "Regression has scale" in first
+
+
+def _refuse_scalar(rank: int) -> str:
+    import deepspeed
+
+    import ds_hetero
+
+    ds_hetero.register()
+    module = _module()
+    module.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ds_hetero.ModelError) as caught:
+        deepspeed.initialize(model=module, optimizer=adam(module), config=_config(1, report="runs"))
+    return str(caught.value)
+
+
 # --- replicas that take different batches -------------------------------------------------------------
 
 TWO, THREE = ((3, 2), (1, 2)), ((4, 1), (2, 3), (1, 1))  # by rank: samples of a micro-batch, micro-batches

@@ -77,6 +77,8 @@ def run_passes(pipelined: PipelinedEngine, forward: Function, *args: object, **b
     measures = torch.zeros(3, device=default_device()) if batch.get(_MEASURES) else None
     stage.measures = None if measures is None else measures.clone()
     loss = _loss_of_passes(pipelined, whole, batch.get(_ITEMS), is_training)
+    if is_training:
+        pipelined.engine.optimizer.sync.send_rest()  # of parameters that one stage uses and all hold
     dist.all_reduce(loss)
     if measures is not None:
         assert stage.measures is not None
