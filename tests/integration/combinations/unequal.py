@@ -313,7 +313,9 @@ def _loss(job: UnequalJob, model: Any, batch: dict[str, Tensor], step: int) -> T
 
 
 def _weight(job: UnequalJob, batch: dict[str, Tensor]) -> float:
-    """Of a rank's loss in that of all ranks."""
+    """Of a rank's loss in that of all ranks; none of a filler, which it gets where there is nothing left for it."""
+    if not len(batch["number"]):
+        return 0.0
     if job.module.startswith("text"):
         return float(batch["labels"][:, 1:].ne(-100).sum())
-    return float(len(batch["number"]))  # none where there is nothing left for this rank
+    return float(len(batch["number"]))
