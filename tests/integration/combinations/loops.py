@@ -270,6 +270,8 @@ def draw(rng: random.Random) -> LoopJob:
     size = world_size // replicas
     stage = rng.randrange(4)
     module, loss, optimizing = modules.draw(rng), losses.draw(rng), optimizers.draw(rng)
+    while replicas > 1 and module.change in modules.COUNT_FORWARDS:  # one process runs those of all replicas
+        module = modules.draw(rng)
     while loss.how == "items" and replicas > 1:
         loss = losses.draw(rng)
     if module.change in modules.WITHOUT_SOME_GRADIENTS:

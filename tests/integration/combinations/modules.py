@@ -28,6 +28,7 @@ CHANGES = (
     "scalar parameter",
     "hook on gradients",
 )
+COUNT_FORWARDS = ("buffer that counts", "task heads")
 # On ZeRO a gradient that nobody has is zero, and None on one process: those of an optimizer with state differ.
 WITHOUT_SOME_GRADIENTS = ("task heads",)
 
