@@ -198,13 +198,14 @@ def draw(rng: random.Random) -> AccelerateJob:
     # One process divides by the weights of all replicas' labels, and replicas are averaged whatever these are.
     loss = rng.choice([loss for loss in _LOSSES if replicas == 1 or loss.form != "weighted"])
     optimizing = optimizers.draw(rng, _RECIPES)
+    change = rng.choice(_CHANGES)
     loading = loaders.draw(rng, world_size, replicas, KINDS)
     return AccelerateJob(
         world_size=world_size,
         replicas=replicas,
         schedule=random_schedule(rng, world_size // replicas, 4, 2).to_dict(),
-        stage=rng.randrange(4),
-        module=Module(rng.choice(_CHANGES), rng.random() < 0.15, rng.random() < 0.1, False, 1),
+        stage=modules.draw_stage(rng, change),
+        module=Module(change, rng.random() < 0.15, rng.random() < 0.1, False, 1),
         loss=loss,
         optimizing=Optimizing(optimizing.recipe, optimizing.groups, "", optimizing.clip),
         loading=loading,

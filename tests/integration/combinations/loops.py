@@ -268,10 +268,10 @@ def draw(rng: random.Random) -> LoopJob:
     """Any of them."""
     world_size, replicas = rng.choice([(2, 1), (2, 1), (3, 1), (4, 1), (4, 2)])
     size = world_size // replicas
-    stage = rng.randrange(4)
     module, loss, optimizing = modules.draw(rng), losses.draw(rng), optimizers.draw(rng)
     while replicas > 1 and module.change in modules.COUNT_FORWARDS:  # one process runs those of all replicas
         module = modules.draw(rng)
+    stage = modules.draw_stage(rng, module.change)
     while loss.how == "items" and replicas > 1:
         loss = losses.draw(rng)
     if module.change in modules.WITHOUT_SOME_GRADIENTS:

@@ -156,7 +156,7 @@ def draw(rng: random.Random) -> TrainerJob:
     accumulated = rng.choice([1, 2, 2])
     varies = order == "group_by_length" or ((replicas == 1 or bool(batch)) and rng.random() < 0.6)
     changes = [change for change in MODULES if not batch or change in ("", "frozen layer", "gate")]
-    size = world_size // replicas
+    change, size = rng.choice(changes), world_size // replicas
     schedules = [random_schedule(rng, size, 4, 2).to_dict() for _ in range(2)]
     return TrainerJob(
         world_size=world_size,
@@ -166,12 +166,12 @@ def draw(rng: random.Random) -> TrainerJob:
         rows=rng.randint(4, 9) * (per_device if replicas == 1 else per_device * replicas),
         varies=varies,
         per_device=per_device,
-        stage=rng.randrange(4),
+        stage=modules.draw_stage(rng, change),
         accumulated=accumulated,
         order=order,
         loss=loss,
         takes_items=takes_items,
-        module=Module(rng.choice(changes), rng.random() < 0.15, False, rng.random() < 0.15, 1),
+        module=Module(change, rng.random() < 0.15, False, rng.random() < 0.15, 1),
         optimizer=rng.choices(list(OPTIMIZERS), [4, 3, 1, 1, 0.5])[0],
         rates=rng.choice(["linear", "cosine", "constant", "constant_with_warmup"]),
         decay=rng.choice([0.0, 0.1]),

@@ -189,11 +189,13 @@ class UnequalJob:
 
 def draw(rng: random.Random) -> UnequalJob:
     """Any of them."""
-    world_size, stage = rng.choice([2, 2, 3]), rng.randrange(4)
+    world_size = rng.choice([2, 2, 3])
     batch = tuple(rng.randint(1, 3) for _ in range(world_size))
     if len({*batch}) == 1:
         batch = (batch[0] + 1, *batch[1:])
     module = rng.choice(MODULES)
+    # On ZeRO-3 ranks that call other heads wait for each other: docs/failures.md, Known defects.
+    stage = rng.randrange(3 if module == "multi task" else 4)
     recipes = optimizers.STATELESS if module == "multi task" else optimizers.IN_FP32
     accumulated = rng.choice([1, 1, 2])
     whole = rng.random() < 0.6
