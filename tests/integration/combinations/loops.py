@@ -114,7 +114,7 @@ class LoopJob:
             if step == 1 and self.evaluation:
                 model.eval()
                 with torch.no_grad():
-                    evaluated += _told(model(**_evaluated(self), use_cache=False), self.evaluation)
+                    evaluated += _told_alone(self, model)
                 model.train()
         numbers = {"rate": rates, "evaluation": evaluated, "buffers": modules.numbers_of(model)}
         return Trained([] if self._ranks_tell_no_mean else told, norms, snapshot(model), start, numbers)
@@ -272,7 +272,8 @@ def draw(rng: random.Random) -> LoopJob:
     while replicas > 1 and module.change in modules.COUNT_FORWARDS:  # one process runs those of all replicas
         module = modules.draw(rng)
     stage = modules.draw_stage(rng, module.change)
-    while loss.how == "items" and replicas > 1:
+    # A penalty on parameters needs them whole, which on ZeRO-3 takes a context of DeepSpeed's.
+    while (loss.how == "items" and replicas > 1) or (loss.term == "penalty" and stage == 3):
         loss = losses.draw(rng)
     if module.change in modules.WITHOUT_SOME_GRADIENTS:
         optimizing = optimizers.draw(rng, optimizers.STATELESS)
@@ -305,6 +306,15 @@ def _evaluated(job: LoopJob) -> dict[str, torch.Tensor]:
     rows = loaders.samples(job.loading)
     same = [row for row in rows if len(row["input_ids"]) == len(rows[0]["input_ids"])]
     return loaders.collate(same[:2])
+
+
+def _told_alone(job: LoopJob, model: Any) -> list[float]:
+    """What `_told` says of ranks; the loss of a sharded call is the mean log-probability, whatever the model's is."""
+    batch = _evaluated(job)
+    outputs = model(**batch, use_cache=False)
+    if job.evaluation == "sharded call":
+        return [losses.mean_of("plain", outputs.logits[:, :-1], batch["labels"][:, 1:]).item()]
+    return _told(outputs, job.evaluation)
 
 
 def _told(outputs: Any, evaluation: str) -> list[float]:
