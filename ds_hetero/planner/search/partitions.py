@@ -97,14 +97,16 @@ def minimal_covers(heads_C: Ints, count_C: Ints, num_heads: int) -> Ints:
     useful = np.flatnonzero(heads_C)
     order = useful[np.argsort(-heads_C[useful], kind="stable")]
     limits = [int(min(count_C[c], -(-num_heads // heads_C[c]))) + 1 for c in order[:-1]]
-    while np.prod(limits, dtype=float) > MAX_PATTERNS:
+    while np.log(limits).sum() > np.log(MAX_PATTERNS) + 1e-9:
         limits[int(np.argmax(limits))] -= 1
-    grid = np.indices(limits).reshape(len(limits), int(np.prod(limits))).T
-    missing = num_heads - grid @ heads_C[order[:-1]]
-    last = order[-1]
+    counted = [i for i, limit in enumerate(limits) if limit > 1]  # few; of unlike devices there are many classes
+    size = [limits[i] for i in counted]
+    grid = np.indices(size).reshape(len(size), int(np.prod(size))).T
+    free, last = order[counted], order[-1]
+    missing = num_heads - grid @ heads_C[free]
     fill = np.maximum(-(-missing // heads_C[last]), 0)
     patterns = np.zeros((len(grid), len(heads_C)), dtype=np.int64)
-    patterns[:, order[:-1]] = grid
+    patterns[:, free] = grid
     patterns[:, last] = fill
     # A cover from which a device can be taken away is not minimal.
     covered = patterns @ heads_C

@@ -392,6 +392,15 @@ def test_whole_shares_add_up_in_whole_units(share, total, unit):
     assert sum(each % unit != 0 for each in tokens) <= 1
 
 
+def test_as_many_classes_as_devices_have_covers():
+    """numpy's arrays have 64 dimensions at most, one was made for each class: 65 unlike devices ended in its error."""
+    heads = np.repeat([3, 2, 1], [100, 900, 1000])
+    covers = minimal_covers(heads, np.ones_like(heads), 8)
+    assert len(covers)
+    assert ((covers == 0) | (covers == 1)).all()
+    assert (covers @ heads >= 8).all()
+
+
 def test_covers_waste_little():
     """4 H100 at 3, 8 A100 at 1 and 8 heads: the level at which an H100 takes 3 and an A100 1 covers heads twice."""
     heads, count = np.array([3, 1]), np.array([4, 8])
