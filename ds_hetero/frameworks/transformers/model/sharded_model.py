@@ -80,6 +80,7 @@ class ShardedModel:
         places_documents: batches may be placed by their documents, and not by their length alone.
         asked_for_documents: the section has them placed, so that rows are joined and the loader reads ahead.
         token_weights: checks the loss of every step; None without checks.
+        num_comparisons: pieces of batches that were compared, whole and sharded; the same on every rank.
         latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
     """
 
@@ -94,6 +95,7 @@ class ShardedModel:
         self.token_weights: TokenWeights | None = None
         self._verify: int | str = "first_batch"
         self._checked: set[str] = set()  # features of batches
+        self.num_comparisons = 0
         self._has_scaled_loss = False  # since the engine's last step
         self.places_documents = self.asked_for_documents = False
         self.placer: Placer = stream_placement  # of the moment
@@ -297,6 +299,7 @@ class ShardedModel:
         earlier = [known for known in (self.replica, *self._earlier) if known.schedule != replica.schedule]
         self.replica, self._earlier = replica, earlier
         self._checked.clear()
+        self.num_comparisons = 0
 
     def place_documents(self, placer: Placer | None, *, asked_for: bool = True) -> None:
         """Place the batches that are drawn from now on by their documents. Raises `ConfigError`: the model has towers.
@@ -353,6 +356,7 @@ class ShardedModel:
     def note_checked(self, features: frozenset[str]) -> None:
         """The model passed under the present schedule, with a batch of these features."""
         self._checked |= features
+        self.num_comparisons += 1
 
     @contextlib.contextmanager
     def unrecorded(self, *, keeps_tiles: bool = False) -> Iterator[None]:

@@ -20,7 +20,9 @@ from ds_hetero.errors import HeteroError, ModelError
 from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.frameworks.transformers.self_check.comparison import (
     GRADIENT,
+    INPUT,
     LOSS,
+    PARAMETER,
     Difference,
     compare_runs,
     faults,
@@ -200,6 +202,10 @@ def _refusal(model: ShardedModel, runs: Runs, rank: int, difference: Difference)
     tokens = runs.held.real.shape[1]
     if difference.kind == LOSS:
         what = "the loss differs"
+    elif difference.kind == PARAMETER:
+        what = f"the gradient of the parameter {difference.module} differs"
+    elif difference.kind == INPUT:
+        what = f"the input of {difference.module}, of which the gradient of its weight is made, differs"
     elif difference.kind == GRADIENT:
         what = f"the gradient at {difference.module} differs"
     else:

@@ -20,8 +20,9 @@ from ds_hetero.runtime.data.shards import cut
 
 FACTOR = 8.0
 FLOOR = 2.0
+FLOOR_OF_SUMS = 64.0  # units of fp32: sums over a hundred tokens, in which they are added in another order
 
-OUTPUT, GRADIENT, LOSS = "output", "gradient", "loss"
+OUTPUT, GRADIENT, INPUT, PARAMETER, LOSS = "output", "gradient", "input", "parameter", "loss"
 
 
 class _Key(NamedTuple):
@@ -50,24 +51,25 @@ class Held:
 class Difference:
     """How far one module is from the whole run on this rank, at its worst token."""
 
-    kind: str  # ``"output"``, ``"gradient"`` or ``"loss"``
-    module: str
+    kind: str  # ``"output"``, ``"gradient"``, ``"input"``, ``"parameter"`` or ``"loss"``
+    module: str  # or parameter
     error: float  # relative, of the worst token
     noise: float  # what rounding accounts for
     ratio: float  # error over what is allowed; a fault above 1
 
 
 def compare_runs(whole: RecordedRun, sharded: RecordedRun, held: Held) -> Errors:
-    """Return the errors of a sharded run: outputs in forward order, gradients in backward order, the loss."""
+    """Return the errors of a sharded run: outputs in forward order, gradients in backward order, the rest."""
     errors: Errors = {}
     for kind, expected, seen in (
         (OUTPUT, whole.outputs, sharded.outputs),
         (GRADIENT, dict(reversed(whole.gradients.items())), sharded.gradients),
+        (INPUT, whole.inputs, sharded.inputs),
     ):
         for place, reference in expected.items():
             if place in seen:
                 errors[_Key(kind, place)] = _errors(reference, seen[place], held)
-    return {**errors, **_loss_error(whole, sharded)}
+    return {**errors, **_parameter_errors(whole, sharded), **_loss_error(whole, sharded)}
 
 
 def noise_of(whole: RecordedRun, shaken: RecordedRun, held: Held) -> dict[_Key, float]:
@@ -89,7 +91,8 @@ def worst(errors: Errors, noise: Mapping[_Key, float], eps: float) -> list[Diffe
     differences = []
     for key, values in errors.items():
         error, rounding = _largest(values), noise.get(key, 0.0)
-        ratio = error / (FACTOR * rounding + FLOOR * eps)
+        floor = FLOOR * eps + (FLOOR_OF_SUMS * torch.finfo(torch.float32).eps if key.kind == PARAMETER else 0.0)
+        ratio = error / (FACTOR * rounding + floor)
         differences.append(Difference(key.kind, key.place.module, error, rounding, ratio))
     return differences
 
@@ -115,6 +118,22 @@ def _errors(reference: Tensor, seen: Tensor, held: Held) -> Tensor:
     size = _by_token(reference.double().cpu())[held.real].square().mean().sqrt().clamp(min=1e-30)
     errors = _by_token(seen.double().cpu() - expected) / size
     return errors.masked_fill(~_by_token(expected).isfinite(), 0)[held.own_real]  # what one process breaks is no fault
+
+
+def _parameter_errors(whole: RecordedRun, sharded: RecordedRun) -> Errors:
+    """Errors of projected gradients, one of each parameter; ``sharded`` holds sums over all ranks.
+
+    An error is relative to the whole gradient, or to those of the ranks where they nearly cancel each other.
+    """
+    finite = {name: size for name, size in whole.sizes.items() if isfinite(size)}  # what one process breaks is no fault
+    least_size = 1e-7 * max(finite.values(), default=0.0)  # a unit of rounding; smaller sums are of rounding alone
+    errors: Errors = {}
+    for name, size in finite.items():
+        reference = whole.projections[name]
+        seen = sharded.projections.get(name, torch.zeros_like(reference))
+        error = (seen - reference).square().mean().sqrt() / max(size, sharded.sizes.get(name, 0.0), least_size, 1e-30)
+        errors[_Key(PARAMETER, ModuleOutput(name, 0, 0))] = error[None]
+    return errors
 
 
 def _loss_error(whole: RecordedRun, sharded: RecordedRun) -> Errors:

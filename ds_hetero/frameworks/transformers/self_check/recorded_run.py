@@ -1,8 +1,7 @@
 """One run of a model: what every module made of every token, and the gradient of the loss at it.
 
-Equal outputs of all modules, and equal gradients at the outputs of modules that treat each token by itself, imply
-equal gradients of the parameters after the sum over the ranks. So parameters need not be looked at, which ZeRO-3 would
-have to gather.
+Equal inputs of a linear layer and equal gradients at its outputs imply equal gradients of its parameters after the sum
+over the ranks; so these need not be looked at, however large they are. Of other parameters see `parameter_gradients`.
 
 Runs of a model that leave everything as it was: gradients, hooks of ZeRO, buffers, modes, random state.
 """
@@ -12,19 +11,22 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ds_hetero.engine.whole_model import packs_in_evaluation
 from ds_hetero.frameworks.transformers.model.model_checks import containers_of_experts
+from ds_hetero.frameworks.transformers.self_check.parameter_gradients import Leaves, project
 from ds_hetero.runtime.data.shards import Batch, Entries
 
 _EMBEDDINGS = "inputs_embeds"
+_LINEAR = (nn.Linear, Conv1D)
 _MOST_TENSORS = 4  # of one output that are looked at: hidden states come first
 
 
@@ -42,6 +44,9 @@ class RecordedRun:
 
     outputs: dict[ModuleOutput, Tensor] = field(default_factory=dict)  # [B, s, ...] by place, as the modules finished
     gradients: dict[ModuleOutput, Tensor] = field(default_factory=dict)  # of the loss, by place of an output
+    inputs: dict[ModuleOutput, Tensor] = field(default_factory=dict)  # of linear layers; position 0
+    projections: dict[str, Tensor] = field(default_factory=dict)  # of parameters' gradients, see `parameter_gradients`
+    sizes: dict[str, float] = field(default_factory=dict)  # of projections: root mean square; added up over ranks
     loss: float | None = None  # None if the run had none
 
 
@@ -52,6 +57,7 @@ def record_run(
     loss_of: Callable[[Any], Tensor | None],
     shake: Callable[[Tensor], Tensor] | None = None,
     decoder: nn.Module | None = None,
+    parameters: Sequence[str] = (),
 ) -> RecordedRun:
     """Run a model once, and the backward of its loss.
 
@@ -61,13 +67,15 @@ def record_run(
         shake: changes the output of the embedding modules, or embeddings among the inputs, to see what rounding does or
             to move ties.
         decoder: of a model with towers, whose embeddings are what this is given; it alone has outputs of ``shape``.
+        parameters: names of those whose gradients are projected.
     """
     recorder = _Recorder(model, shape, shake, decoder)
     if inputs.get(_EMBEDDINGS) is not None:
         inputs = {**inputs, _EMBEDDINGS: recorder.as_leaf(inputs[_EMBEDDINGS])}
-    with recorder.recording():
+    second = Leaves(model, parameters)
+    with recorder.recording(), second.running():
         returned = model(**inputs)
-    return recorder.finish(loss_of(returned))
+    return recorder.finish(loss_of(returned), second.leaves)
 
 
 class _Recorder:
@@ -86,6 +94,8 @@ class _Recorder:
         self._num_calls: Counter[str] = Counter()
         self._tensors: dict[ModuleOutput, Tensor] = {}
         self._copies: dict[ModuleOutput, Tensor] = {}  # of outputs that a later module may change in place
+        self._inputs: dict[ModuleOutput, Tensor] = {}
+        self._has_embedded = False
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -98,23 +108,31 @@ class _Recorder:
             for hook in hooks:
                 hook.remove()
 
-    def finish(self, loss: Tensor | None) -> RecordedRun:
-        run = RecordedRun(outputs=self._copies, loss=None if loss is None else float(loss.detach()))
+    def finish(self, loss: Tensor | None, leaves: Mapping[str, Tensor]) -> RecordedRun:
+        value = None if loss is None else float(loss.detach())
+        run = RecordedRun(outputs=self._copies, inputs=self._inputs, loss=value)
         differentiable = {place: tensor for place, tensor in self._tensors.items() if tensor.requires_grad}
         if loss is not None and loss.requires_grad and differentiable:
-            gradients = torch.autograd.grad(loss, list(differentiable.values()), allow_unused=True)
-            for place, gradient in zip(differentiable, gradients, strict=True):
+            ends = [*differentiable.values(), *leaves.values()]
+            gradients = torch.autograd.grad(loss, ends, allow_unused=True)
+            for place, gradient in zip(differentiable, gradients, strict=False):
                 if gradient is not None:
                     run.gradients[place] = self._by_token(gradient)
+            for name, gradient in zip(leaves, gradients[len(differentiable) :], strict=True):
+                if gradient is not None:
+                    run.projections[name] = project(name, gradient)
+                    run.sizes[name] = float(run.projections[name].square().mean().sqrt())
         self._tensors = {}
         return run
 
     def _see(self, module: nn.Module, args: object, output: object) -> object:
-        if self._decoder is None and isinstance(output, Tensor) and _embeds(module, args, output):
+        if self._decoder is None and isinstance(output, Tensor) and self._embeds(module, args, output):
             output = self.as_leaf(output)
         name = self._names[module]
         call = self._num_calls[name]
         self._num_calls[name] += 1
+        if isinstance(module, _LINEAR):
+            self._see_input(ModuleOutput(name, call, 0), args)
         for position, tensor in zip(range(_MOST_TENSORS), _tensors_in(output), strict=False):
             if tensor.is_floating_point() and tensor.dim() >= 2 and self._is_by_token(tensor):
                 place = ModuleOutput(name, call, position)
@@ -122,6 +140,21 @@ class _Recorder:
                 if tensor.shape[0] >= self._shape[0]:  # gradients at what all rows share add up over the rows
                     self._tensors[place] = tensor
         return output
+
+    def _see_input(self, place: ModuleOutput, args: object) -> None:
+        for tensor in _tensors_in(args):
+            if tensor.is_floating_point() and tensor.dim() >= 2 and self._is_by_token(tensor):
+                self._inputs[place] = self._by_token(tensor.detach()).clone()
+
+    def _embeds(self, module: nn.Module, args: Any, output: Tensor) -> bool:
+        """Whether a module makes floating numbers of integers, as embeddings do and what PEFT puts in their place.
+
+        Around an embedding that has been called, gradients flow already.
+        """
+        reads_tokens = bool(args) and isinstance(args[0], Tensor) and not args[0].is_floating_point()
+        flow = output.requires_grad and self._has_embedded
+        is_first = isinstance(module, nn.Embedding) or (reads_tokens and not flow)
+        return is_first and output.is_floating_point()
 
     def _at_door(self, decoder: nn.Module, args: object, kwargs: Entries) -> Any:
         if kwargs.get(_EMBEDDINGS) is not None:
@@ -131,8 +164,8 @@ class _Recorder:
     def as_leaf(self, output: Tensor) -> Tensor:
         """Let gradients end here, as the parameters take none; a copy of the leaf, which models may change in place."""
         if self._shake is not None and tuple(output.shape[:2]) == self._shape:
-            with torch.no_grad():
-                output = self._shake(output)
+            output = self._shake(output)
+        self._has_embedded = True
         return output if output.requires_grad else output.detach().requires_grad_().clone()
 
     def _is_by_token(self, tensor: Tensor) -> bool:
@@ -145,16 +178,6 @@ class _Recorder:
             return tensor.expand(batch_size, *tensor.shape[1:])
         rest = tensor.shape[2:] if tuple(tensor.shape[:2]) == self._shape else tensor.shape[1:]
         return tensor.reshape(*self._shape, *rest)
-
-
-def _embeds(module: nn.Module, args: Any, output: Tensor) -> bool:
-    """Whether a module makes floating numbers of integers, as embeddings do and what PEFT puts in their place.
-
-    Around an embedding that has been called, gradients flow already.
-    """
-    reads_tokens = bool(args) and isinstance(args[0], Tensor) and not args[0].is_floating_point()
-    is_first = isinstance(module, nn.Embedding) or (reads_tokens and not output.requires_grad)
-    return is_first and output.is_floating_point()
 
 
 def _inside_experts(model: nn.Module) -> set[nn.Module]:

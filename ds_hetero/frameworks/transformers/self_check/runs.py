@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hetero.engine.forward_mode import comparing_forwards, sharding
 from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.frameworks.transformers.self_check.comparison import Held
+from ds_hetero.frameworks.transformers.self_check.parameter_gradients import compared_parameters
 from ds_hetero.frameworks.transformers.self_check.piece import real_tokens, window_of
 from ds_hetero.frameworks.transformers.self_check.recorded_run import RecordedRun, record_run
 from ds_hetero.planner.documents import DocumentPlacer
+from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.shard_info import attach, shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch, Entries, PlacedBatch, model_inputs, place, read_batch
 from ds_hetero.runtime.data.whole_batches import with_documents
@@ -46,6 +48,7 @@ class Runs:
         self._own_shape = tuple(self._shard["position_ids"].shape[:2])
         # Gradients add up over the ranks of a replica and are averaged over the world, see `ds_hetero.runtime.loss`.
         self._gradient_scale = dist.get_world_size() / replica.num_replicas
+        self._parameters = compared_parameters(model.model, self._trained_part(), model.num_comparisons)
         accepts = inspect.signature(model.pretrained.forward).parameters
         self._extra = {"use_cache": False} if "use_cache" in accepts else {}
 
@@ -82,7 +85,21 @@ class Runs:
         with sharding(True), comparing_forwards(), self._looking():
             run = self._record(inputs, self._own_shape, self._sharded_loss, shake)
         gradients = {place: gradient / self._gradient_scale for place, gradient in run.gradients.items()}
-        return replace(run, gradients=gradients)
+        projections, sizes = self._sums_over_ranks(run)
+        return replace(run, gradients=gradients, projections=projections, sizes=sizes)
+
+    def _sums_over_ranks(self, run: RecordedRun) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Projections and their sizes of all ranks of the replica, scaled as gradients are; of what any rank used."""
+        by_rank = on_all_ranks(lambda: (run.projections, run.sizes))
+        sums: dict[str, Tensor] = {}
+        sizes: dict[str, float] = {}
+        for rank in self._model.replica.ranks:
+            of_rank, sizes_of_rank = by_rank[rank]
+            for name, projection in of_rank.items():
+                scaled = projection / self._gradient_scale
+                sums[name] = sums[name] + scaled if name in sums else scaled
+                sizes[name] = sizes.get(name, 0.0) + sizes_of_rank[name] / self._gradient_scale
+        return sums, sizes
 
     def _sharded_loss(self, outputs: Any) -> Tensor | None:
         labels: Tensor | None = self._shard.get("shift_labels")
@@ -107,7 +124,10 @@ class Runs:
         return getattr(outputs, "loss", None)
 
     def _record(self, inputs: Batch, shape: tuple[int, int], loss_of: Any, shake: Any) -> RecordedRun:
-        return record_run(self._model.model, inputs, shape, loss_of, shake)
+        return record_run(self._model.model, inputs, shape, loss_of, shake, parameters=self._parameters)
+
+    def _trained_part(self) -> nn.Module:
+        return self._model.model
 
     def _looking(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -155,7 +175,11 @@ class WindowRuns(Runs):
         return self._model.looking_at(self._window)
 
     def _record(self, inputs: Batch, shape: tuple[int, int], loss_of: Any, shake: Any) -> RecordedRun:
-        return record_run(self._model.model, inputs, shape, loss_of, shake, self._model.decoder)
+        decoder = self._model.decoder
+        return record_run(self._model.model, inputs, shape, loss_of, shake, decoder, self._parameters)
+
+    def _trained_part(self) -> nn.Module:
+        return self._model.decoder
 
     def _whole_inputs(self) -> Entries:
         inputs = super()._whole_inputs()
