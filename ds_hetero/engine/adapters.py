@@ -25,7 +25,7 @@ from ds_hetero.runtime.data.shard_info import ShardInfo
 from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.step_checks import TokenWeights
+from ds_hetero.runtime.step_checks import ComparisonPace, TokenWeights
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows
 from ds_hetero.values.plans import Plan
@@ -74,6 +74,7 @@ class SplitModel(Protocol):
     placer: Placer
     checks: BatchChecks
     token_weights: TokenWeights | None
+    pace: ComparisonPace
 
     @property
     def takes_shards(self) -> bool:

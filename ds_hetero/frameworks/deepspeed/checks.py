@@ -26,7 +26,7 @@ def checks_of_model(hooked: SplitEngine) -> list[StepCheck]:
     checks: list[StepCheck] = [SameGroups(hooked), SameNumberOfGroups(engine), used_parameters_of(engine)]
     if not isinstance(model, WholeModel):
         model.token_weights = TokenWeights(model, engine.gradient_accumulation_steps(), scales=engine.fp16_enabled())
-        checks.append(model.token_weights)
+        checks += [model.token_weights, model.pace]
     return checks
 
 

@@ -53,7 +53,7 @@ from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_i
 from ds_hetero.runtime.data.shards import PACKING, Entries, is_shard
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.step_checks import TokenWeights
+from ds_hetero.runtime.step_checks import ComparisonPace, TokenWeights
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
@@ -80,6 +80,7 @@ class ShardedModel:
         places_documents: batches may be placed by their documents, and not by their length alone.
         asked_for_documents: the section has them placed, so that rows are joined and the loader reads ahead.
         token_weights: checks the loss of every step; None without checks.
+        pace: when a piece of a batch is compared again.
         num_comparisons: pieces of batches that were compared, whole and sharded; the same on every rank.
         latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
     """
@@ -93,7 +94,7 @@ class ShardedModel:
         self.loss_convention: str | None = None
         self.latest_positions: Tensor | None = None
         self.token_weights: TokenWeights | None = None
-        self._verify: int | str = "first_batch"
+        self.pace = ComparisonPace("first_batch")
         self._checked: set[str] = set()  # features of batches
         self.num_comparisons = 0
         self._has_scaled_loss = False  # since the engine's last step
@@ -300,6 +301,7 @@ class ShardedModel:
         self.replica, self._earlier = replica, earlier
         self._checked.clear()
         self.num_comparisons = 0
+        self.pace.restart()
 
     def place_documents(self, placer: Placer | None, *, asked_for: bool = True) -> None:
         """Place the batches that are drawn from now on by their documents. Raises `ConfigError`: the model has towers.
@@ -330,7 +332,7 @@ class ShardedModel:
 
     def verify(self, when: int | str) -> None:
         """Set when a piece of a batch is compared, see `ds_hetero.values.section.ChecksSection.compare_every`."""
-        self._verify = when
+        self.pace.every = when
 
     @property
     def trains_now(self) -> bool:
@@ -350,7 +352,8 @@ class ShardedModel:
             features: of the batch, see `features_of`; the answer is the same on every rank of the world, also where
                 replicas are of different size.
         """
-        is_due = self._verify == "always" or (self._verify != "off" and not features <= self._checked)
+        every = self.pace.every
+        is_due = every == "always" or (every != "off" and (self.pace.is_due or not features <= self._checked))
         return is_due and self.is_split
 
     def note_checked(self, features: frozenset[str]) -> None:

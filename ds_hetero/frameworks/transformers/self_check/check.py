@@ -3,7 +3,8 @@
 The piece runs whole on every rank, as one process would run it, and sharded, as it will be trained on; both through
 the user's model, forward and backward. What differs beyond rounding is refused on every rank, naming the first module
 that differs. Rules cannot know every model; this finds what one process and the ranks compute differently, whatever
-the reason. The first batch is looked at, and any later one that can show what none before it could, see `features`.
+the reason. The first batch is looked at, any later one that can show what none before it could, see `features`, and one
+every so many steps, see `ComparisonPace`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class SelfCheck:
         self._model = model
 
     def is_due(self, batch: Batch) -> bool:
-        """Whether a batch, as the wrapped loader gave it, can show something new; the same on every rank."""
+        """Whether a batch, as the wrapped loader gave it, is to be compared; the same on every rank."""
         return self._model.needs_check(features_of(self._model, batch))
 
     def check_batches_of_ranks(self, batches: Sequence[Batch]) -> None:
@@ -65,7 +66,8 @@ class SelfCheck:
         for rank, of_rank in enumerate(features_of_ranks):
             for number, features in enumerate(of_rank):
                 if features not in seen and self._model.needs_check(features):
-                    check_batch(self._model, batches[number] if rank == dist.get_rank() else None)
+                    with self._model.pace.comparing():
+                        check_batch(self._model, batches[number] if rank == dist.get_rank() else None)
                     self._model.note_checked(features)
                 seen.add(features)
 
@@ -81,7 +83,8 @@ class SelfCheck:
             features_of(self._model, batch) if self._model.replica.num_replicas == 1 else frozenset({"the first batch"})
         )
         if self._model.needs_check(features):
-            check_batch(self._model, batch)
+            with self._model.pace.comparing():
+                check_batch(self._model, batch)
             self._model.note_checked(features)
 
 

@@ -1,0 +1,117 @@
+"""A model that changes while it trains is refused at the next comparison. Budget: 10 s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.integration.self_checking import batch_of
+from tests.integration.tiny import UNEVEN_2, ds_config, llama
+from tests.support import run_deepspeed
+
+_CHANGED_AT = 3  # optimizer steps have been taken by then
+
+
+class _Gated(nn.Module):
+    """An MLP of each token with something of the one before, behind a gate that the script opens."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.is_open = inner, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + 0.5 * x.roll(1, dims=1) if self.is_open else x)
+
+
+def _open_gate(model: Any) -> None:
+    model.model.layers[1].mlp.is_open = True
+
+
+def _replace_module(model: Any) -> None:
+    model.model.layers[1].mlp = _Gated(model.model.layers[1].mlp.inner)
+    _open_gate(model)
+
+
+CHANGES = {"a gate": _open_gate, "another module": _replace_module}
+
+
+# By "checks.compare_every": batches that are trained on; all eight where nothing is compared again.
+@pytest.mark.parametrize(("every", "trained_on"), [(2, 4), (1, 3), ("by_cost", 8), ("first_batch", 8)])
+def test_a_model_that_changes_is_refused_at_the_next_comparison(every: int | str, trained_on: int) -> None:
+    for by_change in run_deepspeed(_train, 2, every):
+        for change, (steps, text) in by_change.items():
+            assert steps == trained_on, (change, steps, text)
+            assert text == "trained" if trained_on == 8 else "output of model.layers.1.mlp" in text, (change, text)
+
+
+def _train(rank: int, every: int | str) -> dict[str, tuple[int, str]]:
+    """By change: batches that were trained on, and the refusal."""
+    import deepspeed
+
+    import ds_hetero
+    from ds_hetero.errors import ModelError
+
+    handle = ds_hetero.register()
+    results = {}
+    for name, change in CHANGES.items():
+        torch.manual_seed(0)
+        model = llama()
+        for layer in model.model.layers:
+            layer.mlp = _Gated(layer.mlp)
+        config = ds_config(1, UNEVEN_2, gradient_accumulation_steps=1)
+        config["heterogeneity"]["checks"] = {"compare_every": every}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        steps, text = 0, "trained"
+        try:
+            for batch in handle.dataloader([batch_of()] * 8, batches="same"):
+                engine.backward(handle.loss(engine(**batch), batch))
+                engine.step()
+                steps += 1
+                if steps == _CHANGED_AT:
+                    change(model)
+        except ModelError as error:
+            text = str(error)
+        results[name] = steps, text
+        engine.destroy()
+    return results
+
+
+def test_by_cost_repeats_comparisons_that_cost_little_of_the_steps() -> None:
+    assert run_deepspeed(_repeat_by_cost, 2) == [[0, 6, 12], [0, 6, 12]]
+
+
+def _repeat_by_cost(rank: int) -> list[int]:
+    """Steps before which the model ran whole, where a comparison takes 6 % of a thousandth of a step's time."""
+    import deepspeed
+
+    import ds_hetero
+    from ds_hetero.frameworks.transformers.self_check import check
+
+    compared: list[int] = []
+    steps = 0
+    stock = check.check_batch
+
+    def note(*args: Any) -> None:
+        compared.append(steps)
+        stock(*args)
+
+    check.check_batch = note  # type: ignore[assignment]
+    handle = ds_hetero.register()
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config(1, UNEVEN_2))
+    pace = handle.registry.find(model).model.pace
+    measured = pace.numbers
+    # Rank 1 measures the more expensive comparisons; which counts on both.
+    pace.numbers = lambda: [0.05 * rank + 0.009] if measured() and compared else [0.0]
+    for batch in handle.dataloader([batch_of()] * 14, batches="same"):
+        engine.backward(handle.loss(engine(**batch), batch))
+        engine.step()
+        steps += engine.is_gradient_accumulation_boundary()
+    engine.destroy()
+    check.check_batch = stock
+    return compared
