@@ -84,13 +84,21 @@ def timetable_violations(in_flight: int, micro_batches: int) -> Iterator[str]:
 
 
 def batch_violations(split: BatchSplit, samples: int) -> Iterator[str]:
-    """The samples of a step are in one micro-batch each, of no more than its size, in the order of one process."""
-    taken = []
+    """The samples of a step are in one micro-batch each, of no more than its size, in the order of one process.
+
+    Pipelines with as many micro-batches each share every micro-batch of one process; others take a run of samples each.
+    """
+    by_pipeline = []
     for pipeline, (size, count) in enumerate(zip(split.micro_batch_sizes, split.micro_batches, strict=True)):
         parts = split.micro_batches_of(pipeline, samples)
         if len(parts) > count or any(not 0 < stop - start <= size for start, stop in parts):
             yield f"pipeline {pipeline} of {split} has the micro-batches {parts} of {samples} samples"
-        taken += _positions(parts)
+        by_pipeline.append(parts)
+    if len(set(split.micro_batches)) == 1:
+        in_order = [parts[k : k + 1] for k in range(split.micro_steps) for parts in by_pipeline]
+    else:
+        in_order = by_pipeline
+    taken = [position for parts in in_order for position in _positions(parts)]
     if taken != list(range(samples)):
         yield f"{split} takes the samples {taken} of {samples}"
 

@@ -5,6 +5,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ def root(tmp_path):
     path = tmp_path / "shm"
     path.mkdir()
     path.chmod(0o1777)  # as /dev/shm
-    for parent in (tmp_path, *tmp_path.parents[:2]):  # pytest's are for their user alone
+    for parent in (tmp_path, *tmp_path.parents):  # pytest's are for their user alone; one more where tests run at once
+        if parent == Path(tempfile.gettempdir()):
+            break
         parent.chmod(parent.stat().st_mode | 0o011)
     return path
 

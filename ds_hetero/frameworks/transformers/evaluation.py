@@ -107,10 +107,11 @@ def run_evaluation_loop(
     dataloader: Any,
     description: str,
     prediction_loss_only: bool | None = None,
+    *args: object,
     **kwargs: object,
 ) -> object:
     """Replace ``Trainer.evaluation_loop``, which ``evaluate`` and ``predict`` run."""
-    loop = functools.partial(stock, trainer, dataloader, description, prediction_loss_only, **kwargs)
+    loop = functools.partial(stock, trainer, dataloader, description, prediction_loss_only, *args, **kwargs)
     if registry.is_pipelined(trainer.model):
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         if not loss_only:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -126,17 +125,18 @@ class TrainedEpochs:
             )
 
 
-_of_trainers: weakref.WeakKeyDictionary[Trainer, TrainedEpochs] = weakref.WeakKeyDictionary()
+_EPOCHS = "_ds_hetero_epochs"  # on the Trainer itself: those of TRL that are dataclasses cannot be keys
 
 
 def epochs_of(trainer: Trainer) -> TrainedEpochs:
     """The epochs of a Trainer's training."""
-    return _of_trainers.setdefault(trainer, TrainedEpochs())
+    epochs: TrainedEpochs = vars(trainer).setdefault(_EPOCHS, TrainedEpochs())
+    return epochs
 
 
 def forget_epochs(trainer: Trainer) -> None:
     """A new training begins."""
-    _of_trainers.pop(trainer, None)
+    vars(trainer).pop(_EPOCHS, None)
 
 
 def run_epoch(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> object:

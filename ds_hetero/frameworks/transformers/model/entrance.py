@@ -346,7 +346,9 @@ def note_logits(weights: TokenWeights, outputs: Any, batch: Batch, own_loss: str
     if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or logits.dim() != 3:
         return
     if logits.shape[:2] == labels.shape:
-        is_plain = has_loss_of_batch(outputs) and not own_loss
+        # A number of items that the script gives divides the loss; it is then no mean over the batch's labels.
+        is_mean = batch.get("num_items_in_batch") is None
+        is_plain = has_loss_of_batch(outputs) and not own_loss and is_mean
         expected = outputs.get("loss") if is_plain else None
         weights.note_forward(logits, labels, expected, None if info is None else info.num_items)
 
