@@ -25,7 +25,7 @@ from ds_hetero.runtime.data.shard_info import ShardInfo
 from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.step_checks import ComparisonPace, TokenWeights
+from ds_hetero.runtime.step_checks import ClassLoss, ComparisonPace, TokenWeights
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows
 from ds_hetero.values.plans import Plan
@@ -75,6 +75,7 @@ class SplitModel(Protocol):
     checks: BatchChecks
     token_weights: TokenWeights | None
     pace: ComparisonPace
+    class_loss: ClassLoss | None
 
     @property
     def takes_shards(self) -> bool:
@@ -115,6 +116,10 @@ class SplitModel(Protocol):
     @property
     def own_loss(self) -> str:
         """Name of the loss function that the script gave the model; empty for cross entropy of tokens."""
+
+    @property
+    def class_with_own_forward(self) -> str:
+        """Name of the script's class whose forward may compute a loss of its own; empty for a framework's."""
 
     def expect_tokenwise(self) -> None:
         """Refuse a shard where the head pools over the sequence. Raises `ModelError`."""

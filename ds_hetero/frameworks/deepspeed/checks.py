@@ -17,7 +17,7 @@ from ds_hetero.frameworks.deepspeed.hooks import SplitEngine
 from ds_hetero.frameworks.deepspeed.installer import HookedEngine
 from ds_hetero.frameworks.deepspeed.zero.used_parameters import used_parameters_of
 from ds_hetero.frameworks.deepspeed.zero.user_optimizer import SameNumberOfGroups
-from ds_hetero.runtime.step_checks import StepCheck, TokenWeights, Verdict
+from ds_hetero.runtime.step_checks import ClassLoss, StepCheck, TokenWeights, Verdict
 
 
 def checks_of_model(hooked: SplitEngine) -> list[StepCheck]:
@@ -27,6 +27,9 @@ def checks_of_model(hooked: SplitEngine) -> list[StepCheck]:
     if not isinstance(model, WholeModel):
         model.token_weights = TokenWeights(model, engine.gradient_accumulation_steps(), scales=engine.fp16_enabled())
         checks += [model.token_weights, model.pace]
+        if name := model.class_with_own_forward:
+            model.class_loss = ClassLoss(name)
+            checks.append(model.class_loss)
     return checks
 
 

@@ -45,6 +45,7 @@ from ds_hetero.engine.forward_mode import (
 from ds_hetero.engine.patching import Function, Patches
 from ds_hetero.errors import BatchError, ModelError
 from ds_hetero.frameworks.transformers.attention import NAME
+from ds_hetero.frameworks.transformers.model.class_loss import ClassLossCall
 from ds_hetero.frameworks.transformers.model.evaluation_call import EvaluationCall
 from ds_hetero.frameworks.transformers.model.model_checks import router_loss_problem
 from ds_hetero.frameworks.transformers.model.own_loss import loss_by_own_function
@@ -253,8 +254,14 @@ class Entrance:
                 output = self._run_call(functools.partial(run, pretrained), args, kwargs, wanted)
             else:
                 tiles = self._tiles_of(kwargs)
-                output = run(pretrained, *args, **(kwargs if tiles is None else tiles.without_logits(kwargs)))
+                checked = self._checked_call(kwargs, tiles)
+                if checked is not None:
+                    output = checked.take_loss(run(pretrained, *args, **checked.arguments))
+                else:
+                    output = run(pretrained, *args, **(kwargs if tiles is None else tiles.without_logits(kwargs)))
                 self._end(kwargs, output, functools.partial(run, pretrained) if tiles is not None else None)
+                if checked is not None:
+                    checked.compare(output)
             return output.to_tuple() if is_tuple and isinstance(output, ModelOutput) else output
 
         return forward
@@ -276,6 +283,20 @@ class Entrance:
         """Tiles that compute the loss of this call, where the loss is made here. Raises `ModelError`: it cannot be."""
         is_ours = kwargs.get("shift_labels") is not None and kwargs.get("labels") is None
         return self.tiles if is_ours and self._call is None and self._model.takes_shards else None
+
+    def _checked_call(self, kwargs: Batch, tiles: Tiles | None) -> ClassLossCall | None:
+        """The call with labels, where the loss is made here and the forward of the script's class may make another."""
+        model = self._model
+        check = model.class_loss
+        is_ours = isinstance(kwargs.get("shift_labels"), Tensor) and kwargs.get("labels") is None
+        if check is None or not is_ours or self._call is not None or not model.takes_shards or model.own_loss:
+            return None
+        if not torch.is_grad_enabled():
+            return None
+        if tiles is not None:
+            check.note_unseen()
+            return None
+        return ClassLossCall(model, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_call(self, run: Function, args: tuple[object, ...], kwargs: Entries, wanted: Wanted) -> Any:

@@ -18,6 +18,7 @@ from ds_hetero.engine.adapters import BatchChecks
 from ds_hetero.engine.forward_mode import ShardedForward, change_mode, sharding_is_set, wanted_results
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.transformers.attention import NAME, remember_implementation, restore_implementation
+from ds_hetero.frameworks.transformers.model.class_loss import class_with_own_forward
 from ds_hetero.frameworks.transformers.model.embeddings import (
     RopeLength,
     expect_no_noise,
@@ -53,7 +54,7 @@ from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_i
 from ds_hetero.runtime.data.shards import PACKING, Entries, is_shard
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.step_checks import ComparisonPace, TokenWeights
+from ds_hetero.runtime.step_checks import ClassLoss, ComparisonPace, TokenWeights
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
@@ -82,6 +83,8 @@ class ShardedModel:
         token_weights: checks the loss of every step; None without checks.
         pace: when a piece of a batch is compared again.
         num_comparisons: pieces of batches that were compared, whole and sharded; the same on every rank.
+        class_loss: checks the loss that the model's class computes itself; None for transformers' classes, and without
+            checks.
         latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
     """
 
@@ -95,6 +98,7 @@ class ShardedModel:
         self.latest_positions: Tensor | None = None
         self.token_weights: TokenWeights | None = None
         self.pace = ComparisonPace("first_batch")
+        self.class_loss: ClassLoss | None = None
         self._checked: set[str] = set()  # features of batches
         self.num_comparisons = 0
         self._has_scaled_loss = False  # since the engine's last step
@@ -288,6 +292,11 @@ class ShardedModel:
         """Name of the loss function that the script gave the model; empty for cross entropy of tokens."""
         return own_loss_function(self.pretrained)
 
+    @property
+    def class_with_own_forward(self) -> str:
+        """Name of the script's class whose forward may compute a loss of its own; empty for transformers'."""
+        return class_with_own_forward(self.pretrained)
+
     def router_term(self, outputs: Any) -> Tensor | float:
         """Term that the model adds to the mean loss of its tokens, for a loss that is made from its logits."""
         return router_term(self.pretrained, outputs) if self._has_router_loss else 0.0
@@ -368,13 +377,14 @@ class ShardedModel:
         Args:
             keeps_tiles: compute in tiles, as outside; else in one piece.
         """
-        kept = self.clock, self._observers, self.latest_positions, self.token_weights
+        kept = self.clock, self._observers, self.latest_positions, self.token_weights, self.class_loss
         tiles, self._entrance.tiles = self._entrance.tiles, self._entrance.tiles if keeps_tiles else None
-        self.clock, self._observers, self.token_weights = StepClock(default_device()), (), None
+        self.clock, self._observers = StepClock(default_device()), ()
+        self.token_weights = self.class_loss = None
         try:
             yield
         finally:
-            self.clock, self._observers, self.latest_positions, self.token_weights = kept
+            self.clock, self._observers, self.latest_positions, self.token_weights, self.class_loss = kept
             self._entrance.tiles = tiles
 
     def record_batches(self, observers: Sequence[Callable[[BatchLayout], None]]) -> None:
