@@ -75,6 +75,7 @@ _LOSSES_REFUSED = (
     "tests/integration/trainer/test_trainer.py::test_losses_that_would_see_a_part_of_the_sequence_are_refused"
 )
 _SHARDS = "tests/integration/models/test_features.py::test_a_shard_is_never_taken_for_a_whole_sequence"
+_UNLIKE = "tests/integration/loops/test_unlike_losses.py::"
 _OWN_TERMS = "tests/integration/loops/test_own_terms.py::"
 _TILES = "tests/integration/models/test_tiles.py::"
 
@@ -396,7 +397,25 @@ _LOOP_ROWS = (
         tests=(_ANY + "test_replicas_with_different_batches_equal_one_process",),
     ),
     Row(
-        what="for such a module with different batches: a loss that is not declared, batch normalization, `replan`",
+        what='`"batch": [6, 2]` with class weights, ignored labels, sums over positives or boxes, terms of unlike '
+        "units, annealed terms, penalties on parameters; own loops and the Trainer's `compute_loss`; ZeRO 0 to 3",
+        status="tested",
+        tests=(
+            _UNLIKE + "test_every_loss_is_that_of_one_process_or_refused_where_it_begins",
+            _UNLIKE + "test_losses_on_other_stages",
+            "tests/integration/loops/test_unlike_batches.py::test_class_weights_are_those_of_one_process",
+        ),
+        note="read from the graph of every micro-batch",
+    ),
+    Row(
+        what='`"batch": [6, 2]` with contrastive losses, Dice, batch statistics, mixed samples, buffers that follow '
+        "the batch, operations that hide their graph",
+        status="refused",
+        tests=(_UNLIKE + "test_every_loss_is_that_of_one_process_or_refused_where_it_begins",),
+        note="at the step where it begins; mixing by operations that were there before, at the next probe",
+    ),
+    Row(
+        what="for such a module with different batches: a loss that is not known, batch normalization, `replan`",
         status="refused",
         tests=(_ANY + "test_different_batches_whose_loss_is_not_known_are_refused_by_name",),
     ),

@@ -3,7 +3,8 @@
 At every micro-batch each rank reads the terms of its loss (`loss_graph`), the ranks exchange what they are divided by,
 and every term's gradient is multiplied by this rank's share of it (`loss_weights`). In the same exchange stand the
 buffers that a forward has changed, and whether a loss has operations that none before had: then samples of the latest
-batch are probed again (`sample_probe`).
+batch are probed again (`sample_probe`), and so they are after as many steps as `probe_pace` says, since samples may be
+mixed by operations that were there before.
 
 Micro-batches that are accumulated: a unit that is declared, or that the model's own loss shows at the first batch, is
 weighed by the count of the whole step; any other by the count of the micro-batch, which all ranks take of one
@@ -118,6 +119,8 @@ class UnlikeLosses:
     ) -> tuple[LossTerms, list[RankLoss]]:
         model, name = self._model, type(self._model.model).__name__
         read: list[LossTerms] = []
+        if batch.index == 0:
+            model.probe_pace.begin_step()
 
         def describe() -> RankLoss:
             rows = model.rows
@@ -140,11 +143,13 @@ class UnlikeLosses:
                 model.changed_buffers(),
                 model.note_nodes(loss),
                 mixing,
+                model.probe_pace.times,
             )
 
         of_ranks = on_all_ranks(describe)
         expect_same_buffers(of_ranks, name)
-        if any(one.has_new_nodes for one in of_ranks):
+        is_due = batch.index == 0 and model.probe_pace.is_due([one.probe_times for one in of_ranks])
+        if is_due or any(one.has_new_nodes for one in of_ranks):
             model.probe_again()
         return read[0], of_ranks
 

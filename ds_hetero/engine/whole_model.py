@@ -27,6 +27,7 @@ from ds_hetero.runtime.data.loss_units import (
     unit_of_probes,
 )
 from ds_hetero.runtime.data.loss_weights import DivisorKind
+from ds_hetero.runtime.data.probe_pace import ProbePace
 from ds_hetero.runtime.data.sample_loader import MicroBatchWeights
 from ds_hetero.runtime.data.sample_probe import names_of_nodes, newest_node, probe_samples, raise_if_mixed
 from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream
@@ -52,6 +53,7 @@ class WholeModel:
         loss_convention: unit of a mean, see `ds_hetero.runtime.data.loss_units`, where it was declared, or where
             micro-batches are accumulated and the first batch shows it.
         is_declared: it was declared.
+        probe_pace: when samples are probed again.
         divisors: what sums in the loss are divided by, see `ds_hetero.runtime.data.loss_weights`.
         output_nodes: nodes of the graph that made the outputs of the latest forwards of training.
     """
@@ -77,6 +79,7 @@ class WholeModel:
         self._inputs: tuple[tuple[Batch, ...], dict[str, Batch]] = (), {}  # of the latest forward of training
         self._known_nodes: set[str] = set()  # kinds of nodes in the graphs of losses so far
         self._known_sizes: set[int] = set()  # numbers of nodes of these graphs
+        self.probe_pace = ProbePace("by_cost")
         self._has_said = False
         self._first_node = 0  # number of the first node of the graph of the latest forward of training
         self._buffers: dict[str, tuple[object, float]] = {}  # their version and total, at the micro-batch before
@@ -104,7 +107,8 @@ class WholeModel:
         """Batches are not known here."""
 
     def verify(self, when: int | str) -> None:
-        """Nothing is split, so there is nothing to compare."""
+        """Set when samples are probed again, see `ds_hetero.values.section.ChecksSection.compare_every`."""
+        self.probe_pace = ProbePace(when)
 
     def declare_loss(self, convention: str | None) -> None:
         """Set `loss_convention`. Raises `ConfigError` on every rank: not for whole models, or batches are equal."""
@@ -150,17 +154,17 @@ class WholeModel:
             ModelError: documents of a packed row, or samples of a batch, see each other; on every rank.
         """
         _expect_no_router_loss(self.model, batch)
-        with in_evaluation(self.model):
+        with _gathering(self.model), in_evaluation(self.model):
             expect_documents_apart(compute, batch, type(self.model).__name__)
         self._is_probed = True
         self._probe(run or compute, batch, num_rows({**batch, _ARGUMENTS: ()}, batch.get(_ARGUMENTS, ())))
 
     def _probe(self, run: Callable[[Batch], object], batch: Batch, rows: int) -> None:
         """See `probe_samples`. Raises `ModelError` on every rank: samples see each other."""
-        with_graph = not any(hasattr(one, "ds_id") for one in self.model.parameters())  # not on ZeRO-3
         self._is_probing = True
         try:
-            found = on_all_ranks(lambda: probe_samples(run, batch, rows, self.model, with_graph=with_graph))
+            with self.probe_pace.timing(), _gathering(self.model):
+                found = on_all_ranks(lambda: probe_samples(run, batch, rows, self.model))
         finally:
             self._is_probing = False
         name = type(self.model).__name__
@@ -168,7 +172,7 @@ class WholeModel:
         if any(one.is_open for one in found) and not self._has_said and torch.distributed.get_rank() == 0:
             announce(
                 f"whether samples see each other in the loss that {name} returns could not be tried "
-                f"({'on ZeRO-3 ' if not with_graph else ''}what it is divided by does not show): its outputs and "
+                "(what it is divided by does not show): its outputs and "
                 "buffers are compared, and the operations of its loss are read"
             )
         self._has_said = True
@@ -193,7 +197,7 @@ class WholeModel:
         split = self.replica.batch_split
         if self.loss_convention is not None or split is None or split.micro_steps == 1:
             return
-        with in_evaluation(self.model):
+        with _gathering(self.model), in_evaluation(self.model):
             probes = on_all_ranks(lambda: probe(compute, batch, rows))
         if all(one.has_loss for one in probes):
             with contextlib.suppress(ConfigError):  # no mean over any of the units; its graph says what it is
@@ -218,7 +222,7 @@ class WholeModel:
         """Probe with the latest forward's arguments. Raises `ModelError` on every rank: samples see each other now.
 
         Caller: every rank of the world.
-        Collectives: one `on_all_ranks`, and those of six forwards.
+        Collectives: one `on_all_ranks`, and those of a probe's forwards and backwards.
         """
         args, kwargs = self._inputs
         self._probe(self._run, {**kwargs, _ARGUMENTS: args}, num_rows(kwargs, args))
@@ -437,6 +441,23 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def _gathering(model: nn.Module) -> Iterator[None]:
+    """Run a model past its engine's forward inside: on ZeRO-3 modules get the parameters that they take from others.
+
+    DeepSpeed's `ZeROOrderedDict` gathers these where `DeepSpeedEngine._forward_prologue` has said that a forward runs.
+    """
+    name = "_in_forward"
+    told = [one._parameters for one in model.modules() if getattr(one._parameters, name, True) is False]
+    for parameters in told:
+        setattr(parameters, name, True)
+    try:
+        yield
+    finally:
+        for parameters in told:
+            setattr(parameters, name, False)
 
 
 def packs_in_evaluation(module: nn.Module) -> bool:

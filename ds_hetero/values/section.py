@@ -113,7 +113,8 @@ class ChecksSection(BaseModel):
     """``"checks"``: how every step is checked, see docs/checks.md. ``"on"`` and ``"off"`` stand for an object.
 
     Args:
-        compare_every: optimizer steps after which a short piece of a batch runs whole and sharded again; ``"by_cost"``
+        compare_every: optimizer steps after which a short piece of a batch runs whole and sharded again, or under
+            ``"batch"`` samples are probed again for whether they see each other; ``"by_cost"``
             chooses as many as cost under 1 % of the steps' time, ``"first_batch"`` compares the first batch of every
             kind alone, ``"always"`` every batch, ``"off"`` none.
     """

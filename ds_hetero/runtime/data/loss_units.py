@@ -73,7 +73,6 @@ class Probe:
     together: float  # of both; nan where there was no loss
     alone: tuple[float, float]  # of the one, and of the other
     counts: tuple[UnitCounts, UnitCounts]
-    by_items: bool  # the loss was divided by a number that was given, so that its parts add up
     tells: bool  # whether rows are unlike, so that something can be concluded
     tolerance: float  # relative, of the loss's data type
 
@@ -83,21 +82,20 @@ class Probe:
         return not math.isnan(self.together)
 
     def fits(self, unit: str) -> bool:
-        """Whether the two losses make up the one of both rows, weighed by ``unit``; ``"items"``: added up."""
-        first, second = (1, 1) if unit == "items" else (getattr(counts, unit) for counts in self.counts)
+        """Whether the two losses make up the one of both rows, weighed by ``unit``."""
+        first, second = (getattr(counts, unit) for counts in self.counts)
         if not first or not second:
             return False
-        made_up = (self.alone[0] * first + self.alone[1] * second) / (1 if unit == "items" else first + second)
+        made_up = (self.alone[0] * first + self.alone[1] * second) / (first + second)
         scale = max(abs(self.together), *map(abs, self.alone))
-        return abs(made_up - self.together) <= self.tolerance * scale
+        return bool(abs(made_up - self.together) <= self.tolerance * scale)
 
 
-def probe(compute: Callable[[Batch], Tensor | None], batch: Batch, rows: int, *, by_items: bool = False) -> Probe:
+def probe(compute: Callable[[Batch], Tensor | None], batch: Batch, rows: int) -> Probe:
     """Compute the loss of two rows of a batch, and of each alone: three forwards.
 
     Args:
         compute: the loss of such a batch, without gradients and without randomness; None where there is none.
-        by_items: see `Probe`.
 
     Caller: every rank that shares parameters of the model; no collectives of its own.
     """
@@ -109,14 +107,13 @@ def probe(compute: Callable[[Batch], Tensor | None], batch: Batch, rows: int, *,
     is_half = any(loss is not None and loss.element_size() < 4 for loss in losses)
     counts = UnitCounts.of(parts[0], 1), UnitCounts.of(parts[1], 1)
     tolerance = _FITS_HALF if is_half or torch.is_autocast_enabled() else _FITS
-    return Probe(values[0], (values[1], values[2]), counts, by_items, is_unlike or rows > 1, tolerance)
+    return Probe(values[0], (values[1], values[2]), counts, is_unlike or rows > 1, tolerance)
 
 
 def unit_of_probes(probes: Sequence[Probe], name: str) -> str:
     """The unit of a loss, from the probes of all ranks. Raises `ConfigError`: it is a mean over none, or several."""
     telling = [one for one in probes if one.tells] or list(probes)
-    units = ("items",) if telling[0].by_items else UnitCounts._fields
-    fitting = [unit for unit in units if all(one.fits(unit) for one in telling)]
+    fitting = [unit for unit in UnitCounts._fields if all(one.fits(unit) for one in telling)]
     if len(fitting) == 1:
         return fitting[0]
     one = telling[0]

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.runtime.data.loss_graph import Term
 from ds_hetero.runtime.data.loss_units import UnitCounts
+from ds_hetero.runtime.data.probe_pace import ProbeTimes
 from ds_hetero.values.section import SECTION
 
 SAME = 1e-6  # relative difference up to which numbers of ranks are equal, by the order of sums in fp32
@@ -47,6 +48,7 @@ class RankLoss(NamedTuple):
     buffers: dict[str, float]  # totals of those that have changed since the micro-batch before
     has_new_nodes: bool  # kinds of operations that no loss before had
     mixing: str | None  # an operation of the loop by which samples see each other
+    probe_times: ProbeTimes = ProbeTimes()
 
     @property
     def is_filler(self) -> bool:

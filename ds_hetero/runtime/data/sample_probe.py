@@ -68,25 +68,23 @@ class _Run:
     gradients: list[tuple[float, float]] | None = None  # of all totals: projections and norms, by parameter
 
 
-def probe_samples(
-    run: Callable[[Batch], object], batch: Batch, rows: int, model: nn.Module, *, with_graph: bool
-) -> SampleFindings:
+def probe_samples(run: Callable[[Batch], object], batch: Batch, rows: int, model: nn.Module) -> SampleFindings:
     """Run rows of a batch, see the top.
 
     Args:
         run: outputs of the model of a batch, or its loss.
-        with_graph: build graphs, in which divisors are read; not where a forward with gradients needs a backward.
 
-    Caller: every rank that shares parameters of the model; 3 + 4 `_SEEDS` forwards of two samples.
+    Caller: every rank that shares parameters of the model; 3 + 4 `_SEEDS` forwards of two samples, and backwards to a
+        few parameters of those that return a loss.
     """
     is_split = any(one.dim() and one.shape[0] == rows for one in tensors_in(batch))
     last = rows - 1
-    trained = sorted((one for one in model.parameters() if one.requires_grad), key=torch.numel)
-    parameters = trained[:_MOST_PARAMETERS] if with_graph else None
+    trained = sorted((one for one in model.parameters() if one.requires_grad), key=_elements)
+    parameters = trained[:_MOST_PARAMETERS]
 
     def result(chosen: list[int], seed: int = 0) -> _Run:
         part = take_rows(batch, chosen, rows) if is_split else batch
-        with leaving_nothing(model), torch.set_grad_enabled(with_graph):
+        with leaving_nothing(model), torch.enable_grad():
             for of_library in (torch.manual_seed, random.seed, np.random.seed):
                 of_library(seed)
             return _seen(run(part), part, len(chosen), parameters)
@@ -121,6 +119,11 @@ def raise_if_mixed(of_ranks: Sequence[SampleFindings], name: str) -> dict[str, D
     return divisors
 
 
+def _elements(parameter: nn.Parameter) -> int:
+    """Of a parameter; of one that ZeRO-3 has partitioned, those of all ranks."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def newest_node(result: Tensor) -> int:
     """Number of the node of a result; autograd counts the nodes that a thread makes."""
     node: Any = result.grad_fn
@@ -142,12 +145,13 @@ def names_of_nodes(loss: Tensor) -> set[str]:
     return names
 
 
-def _seen(outputs: object, batch: Batch, rows: int, parameters: list[nn.Parameter] | None) -> _Run:
+def _seen(outputs: object, batch: Batch, rows: int, parameters: list[nn.Parameter]) -> _Run:
     loss = loss_in(outputs)
     read = read_terms(loss, rows) if loss is not None and parameters and loss.requires_grad else None
     tensors = {name: one.detach() for name, one in _named(outputs) if one.is_floating_point() and one.dim()}
     halves = [one.element_size() < 4 for one in (*tensors.values(), *([] if loss is None else [loss]))]
     can_tell = read is not None and read.problem is None
+    gradients = None if loss is None or read is None else _gradients(loss, read, parameters)
     return _Run(
         tensors,
         None if loss is None else float(loss.detach()),
@@ -155,12 +159,15 @@ def _seen(outputs: object, batch: Batch, rows: int, parameters: list[nn.Paramete
         can_tell,
         UnitCounts.of(batch, rows),
         any(halves) or torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"),
-        _gradients(loss, read, parameters) if can_tell and loss is not None and read and parameters else None,
+        gradients if can_tell else None,
     )
 
 
 def _gradients(loss: Tensor, read: LossTerms, parameters: list[nn.Parameter]) -> list[tuple[float, float]] | None:
-    """Of all terms before they are divided, by parameter a projection and a norm; None where there is no way to."""
+    """Of all terms before they are divided, by parameter a projection and a norm; None where there is no way to.
+
+    Of terms that are not known, too: on ZeRO-3 a backward is a collective, and what ranks know may differ.
+    """
     totals = [0.0 if one.kind == "common" or not one.factor else _divisor(one) for one in read.terms]
     on_nodes(read, totals)
     try:

@@ -95,6 +95,50 @@ def _classified(rank: int, stage: int | None) -> Any:
     return _trained(rank, stage, {**options, "more": {"eval_dataset": rows[:4]}})
 
 
+@pytest.mark.parametrize("where", ["model", "trainer"])
+def test_class_weights_are_those_of_one_process(where: str) -> None:
+    """In the loss that the model returns, and in the ``compute_loss`` that transformers' documentation shows.
+
+    All samples of the first step are of one class, so that nothing shows there.
+    """
+    expected_logs, expected, _ = one_process(_weighing_classes, None, where)
+    for logs, trained, _ in ranks(_weighing_classes, 2, 2, where):
+        assert_same_logs(logs, expected_logs)
+        assert_same_parameters(trained, expected)
+
+
+def _weighing_classes(rank: int, stage: int | None, where: str) -> Any:
+    from transformers import LlamaForSequenceClassification, Trainer
+
+    def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.float(), labels, weight=torch.tensor([1.0, 2.0, 8.0]))
+
+    class Model(LlamaForSequenceClassification):
+        def forward(self, input_ids: Any = None, labels: Any = None, **more: Any) -> Any:
+            outputs = super().forward(input_ids=input_ids, **more)
+            if labels is not None:
+                outputs.loss = weighted(outputs.logits, labels)
+            return outputs
+
+    class Weighing(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            outputs = model(**{name: part for name, part in inputs.items() if name != "labels"})
+            loss = weighted(outputs.logits, inputs["labels"])
+            return (loss, outputs) if return_outputs else loss
+
+    config = llama().config
+    config.num_labels, config.pad_token_id = 3, 2
+    torch.manual_seed(0)
+    model = (Model if where == "model" else LlamaForSequenceClassification)(config)
+    rows = [
+        {"input_ids": row["input_ids"], "labels": torch.tensor(0 if number < 4 else number % 3)}
+        for number, row in enumerate(samples(16))
+    ]
+    options = {"model": model, "dataset": rows, "train_sampling_strategy": "sequential"}
+    kind = {"kind": Weighing} if where == "trainer" else {}
+    return _trained(rank, stage, {**options, **kind, "more": {"eval_dataset": rows[:4]}})
+
+
 def test_what_counts_otherwise_beside_other_samples_is_refused_on_every_rank() -> None:
     first, second = run_deepspeed(_counting_otherwise, 2)
     assert first == second

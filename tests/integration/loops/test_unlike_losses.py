@@ -6,7 +6,7 @@ Budget: 25 s; 40 s more when slow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ class Case:
     in_module: bool = False
     hidden: Callable[[nn.Module, Tensor, int], Tensor] | None = None
     refused: tuple[str, int] | None = None
-    section: tuple[tuple[str, str], ...] = ()
+    section: tuple[tuple[str, Any], ...] = ()
 
 
 class Net(nn.Module):
@@ -121,6 +121,20 @@ def _follows(net: Any, hidden: Tensor) -> Tensor:
 
 def _mixup(net: Any, hidden: Tensor) -> Tensor:
     return 0.7 * hidden + 0.3 * hidden[torch.randperm(len(hidden))] if net.training else hidden
+
+
+def _permuted(net: Any, hidden: Tensor, step: int) -> Tensor:
+    """Mixed by the same operations at every step, but with itself before the third."""
+    order = torch.arange(len(hidden)) if step < 2 else torch.randperm(len(hidden))
+    return 0.7 * hidden + 0.3 * hidden[order]
+
+
+def _centered(net: Any, hidden: Tensor, step: int) -> Tensor:
+    """A mean that is no buffer, and follows the batch from the third step on."""
+    if not hasattr(net, "center"):
+        net.center = torch.zeros(6)
+    net.center.lerp_(hidden.detach().mean(0), 0.0 if step < 2 else 0.5)
+    return hidden - net.center
 
 
 def _instance(net: Any, hidden: Tensor) -> Tensor:
@@ -277,6 +291,35 @@ CASES: dict[str, Case] = {
         in_module=True,
         refused=("computes a sample otherwise", 2),
     ),
+    "mixup later by known operations": Case(
+        MSE,
+        hidden=_permuted,
+        refused=("computes a sample otherwise", 2),
+        section=(("checks", {"compare_every": 2}),),
+    ),
+    "mixup later by known operations of the module": Case(
+        MSE,
+        hidden=_permuted,
+        in_module=True,
+        refused=("computes a sample otherwise", 2),
+        section=(("checks", {"compare_every": 1}),),
+    ),
+    "running mean later": Case(
+        MSE,
+        hidden=_centered,
+        refused=("computes a sample otherwise", 2),
+        section=(("checks", {"compare_every": 2}),),
+    ),
+    "weights of another module": Case(
+        lambda h, s, b, n, t: F.mse_loss(F.linear(torch.tanh(s @ n.last.weight), n.last.weight), b["z"]),
+        in_module=True,
+    ),
+    "probed at every step": Case(
+        lambda h, s, b, n, t: F.cross_entropy(s, b["y"], weight=WEIGHTS),
+        hidden=lambda n, h, t: F.dropout(h, 0.0, n.training),
+        in_module=True,
+        section=(("checks", {"compare_every": "always"}),),
+    ),
     "running statistics of instances": Case(
         MSE, hidden=lambda n, h, t: _instance(n, h), refused=("changes its buffer seen.running_mean", 0)
     ),
@@ -352,6 +395,9 @@ def _compare(names: list[str], stage: int) -> None:
     wrong = []
     for name in names:
         case = CASES[name]
+        if stage == 3 and name in _PARTITIONED:
+            # A step late: the first one sees what the probe's backward has gathered, whole and exact.
+            case = replace(case, refused=("parameters that ZeRO-3 has partitioned", 1))
         for ends in of_ranks:
             first, second = ends[name]
             if case.refused is not None:
@@ -375,22 +421,13 @@ def test_every_loss_is_that_of_one_process_or_refused_where_it_begins() -> None:
     _compare(list(CASES), 2)
 
 
-# On ZeRO-3 parameters are partitioned outside their module, and a probe builds no graph.
-_NOT_ON_3 = frozenset(
-    {
-        "batch_norm",
-        "contrastive of the module",
-        "learned weights of two tasks",
-        "mixup later",
-        "penalty on weights",
-        "pulled to where it began",
-        "running mean",
-        "sum of the module times a number",
-    }
-)
+# On ZeRO-3 a loop sees parameters without elements. A penalty of shapes that do not fit ends in torch's own error
+# there, in the line of the script, as under DeepSpeed alone.
+_PARTITIONED = frozenset({"learned weights of two tasks", "penalty on weights"})
+_TORCH_REFUSES = "pulled to where it began"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_losses_on_other_stages(stage: int) -> None:
-    _compare([name for name in CASES if stage == 0 or name not in _NOT_ON_3], stage)
+    _compare([name for name in CASES if stage == 0 or name != _TORCH_REFUSES], stage)

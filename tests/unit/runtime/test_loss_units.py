@@ -46,15 +46,6 @@ def test_the_unit_of_a_mean_is_found(loss: Callable[[Any], Tensor], unit: str, r
     assert unit_of_probes([probe(loss, _batch(rows), rows), probe(loss, _batch(2), 2)], "Model") == unit
 
 
-def test_a_sum_over_given_items_is_found() -> None:
-    def by_items(batch: Any) -> Tensor:
-        return _of_tokens(batch) * batch["labels"][:, 1:].ne(-100).sum() / 70
-
-    assert unit_of_probes([probe(by_items, _batch(), 4, by_items=True)], "Model") == "items"
-    with pytest.raises(ConfigError):
-        unit_of_probes([probe(_of_tokens, _batch(), 4, by_items=True)], "Model")
-
-
 def _contrastive(batch: Any) -> Tensor:
     features = _logits(batch).mean(1)
     return cross_entropy(features @ features.T, torch.arange(len(features)))

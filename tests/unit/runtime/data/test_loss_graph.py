@@ -121,7 +121,7 @@ def _probe(layer: nn.Module) -> dict[str, str]:
         return layer(**batch)
 
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-    found = probe_samples(run, {"x": x}, 3, layer, with_graph=True)
+    found = probe_samples(run, {"x": x}, 3, layer)
     return dict(raise_if_mixed([found], "Layer"))
 
 
