@@ -16,7 +16,7 @@ from tests.integration.combinations.running import outcomes_of
 SEED = 7
 QUICK, ALL = 24, 24  # a hundred, of which the others are slow, once they have been run
 # Drawn, and trained on something else to this day; whoever mends one takes it out.
-OPEN = {22: '"batch": samples that are mixed in training, of other ranks too on one process'}
+OPEN: dict[int, str] = {}
 
 pytestmark = pytest.mark.timeout(900)  # the first case waits for all draws, which share few starts of ranks
 
