@@ -15,6 +15,6 @@ if [ ! "$environment/installed" -nt setup.cfg ]; then
 fi
 # DeepSpeed 0.18.9 imports torch's inductor where torch 2.13 warns of its own use of torch.jit.
 $environment/bin/python -m pytest --quiet -p no:cacheprovider -m "not slow" \
-    -W "ignore:.*torch.jit.script_method:DeprecationWarning" \
+    -W 'ignore:`torch.jit.script_method` is deprecated:DeprecationWarning' \
     tests/integration/loops/test_plain_loop.py tests/integration/models/test_features.py tests/integration/trainer/test_trainer.py \
     tests/integration/trainer/test_accelerate.py tests/integration/zero/test_zero3.py
