@@ -73,9 +73,10 @@ def record_run(
     if inputs.get(_EMBEDDINGS) is not None:
         inputs = {**inputs, _EMBEDDINGS: recorder.as_leaf(inputs[_EMBEDDINGS])}
     second = Leaves(model, parameters)
-    with recorder.recording(), second.running():
-        returned = model(**inputs)
-    return recorder.finish(loss_of(returned), second.leaves)
+    with second.running():  # in the backward too, which runs what is checkpointed once more (tiles)
+        with recorder.recording():
+            returned = model(**inputs)
+        return recorder.finish(loss_of(returned), second.leaves)
 
 
 class _Recorder:
