@@ -452,7 +452,8 @@ class ShardedModel:
         is_entered = self._door is not None and self._door.is_entered
         has_cache = kwargs.get("past_key_values") is not None and not (is_forced or is_entered)
         inputs = kwargs.get("position_ids"), kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-        is_own_batch = not self.is_split and not is_shard(*inputs)  # the script's, and whole
+        is_ours = shard_info(kwargs.get("position_ids")) is not None or is_shard(*inputs)
+        is_own_batch = not self.is_split and not is_ours  # the script's, and whole
         if not is_in_call and (not self._takes_shards(decoder) or has_cache or is_own_batch):
             expect_whole(type(self.pretrained).__name__, *inputs)
             self._end_whole_forward = change_mode(is_whole=True)
