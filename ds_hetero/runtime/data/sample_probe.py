@@ -149,7 +149,8 @@ def _seen(outputs: object, batch: Batch, rows: int, parameters: list[nn.Paramete
     loss = loss_in(outputs)
     read = read_terms(loss, rows) if loss is not None and parameters and loss.requires_grad else None
     tensors = {name: one.detach() for name, one in _named(outputs) if one.is_floating_point() and one.dim()}
-    halves = [one.element_size() < 4 for one in (*tensors.values(), *([] if loss is None else [loss]))]
+    compared = [*tensors.values()] if loss is None else [*tensors.values(), loss]
+    halves = [one.element_size() < 4 for one in compared]
     can_tell = read is not None and read.problem is None
     gradients = None if loss is None or read is None else _gradients(loss, read, parameters)
     return _Run(

@@ -299,12 +299,15 @@ class TokenWeights:
         if any(_goes_with(weights, [1 / n for n in labels], rtol)):
             why = "They go with one over the rank's own labels, as of a mean over these that is averaged over ranks."
             return ConfigError(f"{seen} {why} {self._remedy()}")
+        # Mistakes seen in scripts: with the weights that each gives, a fault is told from a loss that weighs by rank on
+        # purpose. A rank of 28 labels among 30 tokens beside one of 8 among 10 has tokens over labels of 1.07 and 1.25.
         known_ways = [
-            labels,
-            tokens,
-            [1 / n for n in tokens],
-            [t / n for t, n in zip(tokens, labels, strict=True)],
-            [n / t for t, n in zip(tokens, labels, strict=True)],
+            labels,  # a sum, weighed by labels
+            tokens,  # a sum, weighed by tokens
+            [1 / n for n in tokens],  # a mean over tokens, those without a label too
+            [t / n for t, n in zip(tokens, labels, strict=True)],  # a mean over labels, weighed by tokens
+            [n / t for t, n in zip(tokens, labels, strict=True)],  # a mean over tokens, weighed by labels
+            # A mean over labels, weighed by those of an earlier batch.
             *([before[rank] / forwards[rank].labels for rank in ranks] for before in self._earlier),
         ]
         equals_mean = all(_alike(forwards[rank].value, forwards[rank].expected, rtol) for rank in ranks)
