@@ -56,6 +56,7 @@ class WholeModel:
         probe_pace: when samples are probed again.
         divisors: what sums in the loss are divided by, see `ds_hetero.runtime.data.loss_weights`.
         output_nodes: nodes of the graph that made the outputs of the latest forwards of training.
+        after_probe_run: lets the engine forget a forward, and a backward, of a probe; set by it.
     """
 
     kernel: str | None = None
@@ -76,6 +77,7 @@ class WholeModel:
         self._is_checked = self._is_probed = self._is_probing = self.is_declared = False
         self.divisors: dict[str, DivisorKind] = {}
         self.output_nodes: set[Node] = set()
+        self.after_probe_run: Callable[[], None] = lambda: None
         self._inputs: tuple[tuple[Batch, ...], dict[str, Batch]] = (), {}  # of the latest forward of training
         self._known_nodes: set[str] = set()  # kinds of nodes in the graphs of losses so far
         self._known_sizes: set[int] = set()  # numbers of nodes of these graphs
@@ -164,7 +166,7 @@ class WholeModel:
         self._is_probing = True
         try:
             with self.probe_pace.timing(), _gathering(self.model):
-                found = on_all_ranks(lambda: probe_samples(run, batch, rows, self.model))
+                found = on_all_ranks(lambda: probe_samples(run, batch, rows, self.model, self.after_probe_run))
         finally:
             self._is_probing = False
         name = type(self.model).__name__

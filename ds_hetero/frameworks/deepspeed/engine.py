@@ -45,6 +45,7 @@ from ds_hetero.engine.loader import KNOWN_LOADERS, ModelLoader, WholeLoader
 from ds_hetero.engine.patching import Function, around
 from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.registry import PreparedModel, Registry
+from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed import hooks as split
@@ -186,6 +187,8 @@ class EngineInstaller(Installer):
             stage3=optimizers.stage3_checkpoints(engine),
             elastic=prepared.elastic,
         )
+        if isinstance(prepared.model, WholeModel):
+            prepared.model.after_probe_run = stage3.forgetting_a_run(engine)
         if prepared.start.section.checks.enabled:
             hooked.checks = StepChecks(checks_of_model(hooked))
         return hooked, built

@@ -126,6 +126,7 @@ PRIVATE_NAMES = (
     f"{_ULYSSES}:TiledFusedLogitsLoss.forward",
     f"{_ULYSSES}:UlyssesSPAttentionHF.register_with_transformers",
     f"{_ULYSSES}:UlyssesSPDataLoaderAdapter.__init__",
+    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator._invalidate_trace",
     f"{_PARTITIONS}:Init._all_gather",
     f"{_PARTITIONS}:Init._partition_param",
     f"{_PARTITIONS}:assert_ints_same_as_other_ranks",

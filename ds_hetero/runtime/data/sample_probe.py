@@ -68,11 +68,18 @@ class _Run:
     gradients: list[tuple[float, float]] | None = None  # of all totals: projections and norms, by parameter
 
 
-def probe_samples(run: Callable[[Batch], object], batch: Batch, rows: int, model: nn.Module) -> SampleFindings:
+def probe_samples(
+    run: Callable[[Batch], object],
+    batch: Batch,
+    rows: int,
+    model: nn.Module,
+    after_run: Callable[[], None] = lambda: None,
+) -> SampleFindings:
     """Run rows of a batch, see the top.
 
     Args:
         run: outputs of the model of a batch, or its loss.
+        after_run: called after every forward and its backward, which reaches a few parameters only.
 
     Caller: every rank that shares parameters of the model; 3 + 4 `_SEEDS` forwards of two samples, and backwards to a
         few parameters of those that return a loss.
@@ -87,7 +94,9 @@ def probe_samples(run: Callable[[Batch], object], batch: Batch, rows: int, model
         with leaving_nothing(model), torch.enable_grad():
             for of_library in (torch.manual_seed, random.seed, np.random.seed):
                 of_library(seed)
-            return _seen(run(part), part, len(chosen), parameters)
+            seen = _seen(run(part), part, len(chosen), parameters)
+            after_run()
+            return seen
 
     with _without_training(model):
         twice, once, again = result([0, 0]), result([0]), result([0], 1)

@@ -113,6 +113,32 @@ def recut(
         param.partition()
 
 
+def forgetting_a_run(engine: Any) -> Callable[[], None]:
+    """Return what lets ZeRO-3 forget a forward, and a backward of some parameters, that the engine did not call.
+
+    Other stages keep nothing of it. Two things that it does count on runs being steps
+    of training:
+
+    * Its engine releases what modules without an input that takes gradients left gathered
+      (`DeepSpeedZeroOptimizer_Stage3.backward_epilogue`; releases before 0.19 leave it).
+    * It takes the order of modules for that of every following step, and keeps by module and place in that order what
+      is released there (`__params_to_release`, a cache that is not emptied when the order turns out to be another).
+      After another run, parameters stay gathered behind a module that the other run called again later.
+    """
+    offload = getattr(engine.optimizer, "parameter_offload", None)
+    if offload is None:
+        return lambda: None
+
+    def forget() -> None:
+        if hasattr(offload, "release_backward_leftovers"):
+            offload.release_backward_leftovers()
+        coordinator = offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+
+    return forget
+
+
 class _ShardSize(int):
     """Elements of a shard, also in the one place where DeepSpeed multiplies them by the rank to find the shard's start.
 

@@ -28,7 +28,11 @@ MOST_ELEMENTS_IN_TURN = 1 << 24  # of parameters that are compared by turns
 
 NUM_SUMS = 16  # numbers of a projection; their root mean square varies by a sixth between random signs
 
-_Parameters = list[tuple[nn.Module, str, str]]  # of a module, its name there, its name in the model
+# What ZeRO-3 reads of parameters that stand in modules. While a child is released: which of its parameters the modules
+# that come next share with it (partitioned_param_coordinator.py, __params_to_release); a module that has parameters of
+# its own and children stands changed then. In the backward of a linear layer: whether its weight is gathered
+# (linear.py).
+_READ_BY_ZERO_3 = ("ds_id", "ds_numel", "ds_status")
 
 
 def compared_parameters(model: nn.Module, decoder: nn.Module, comparison: int) -> list[str]:
@@ -116,8 +120,16 @@ class Leaves:
                 continue
             name = self._names[id(parameter)]
             if name not in self._leaves:
-                self._leaves[name] = nn.Parameter(parameter.detach())
+                self._leaves[name] = _leaf_of(parameter)
             module._parameters[key] = self._leaves[name]
+
+
+def _leaf_of(parameter: nn.Parameter) -> nn.Parameter:
+    leaf = nn.Parameter(parameter.detach())
+    for name in _READ_BY_ZERO_3:
+        if hasattr(parameter, name):
+            setattr(leaf, name, getattr(parameter, name))
+    return leaf
 
 
 def project(name: str, gradient: Tensor) -> Tensor:
