@@ -24,7 +24,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -41,6 +40,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure.ports import free_port
 from benchmarks.proof.order import violations
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,13 +135,6 @@ def run_to_the_end(
 ) -> list[Ending]:
     """Like `run_deepspeed`, for ranks that end as scripts do: errors go to ``sys.excepthook``, exit functions run."""
     return run_deepspeed(_to_the_end, world_size, fn, args, timeout_s=timeout_s, env=env)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listened on a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def start_server(modules: Sequence[str], *, deepspeed: bool) -> None:

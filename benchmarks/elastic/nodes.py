@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,17 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.elastic.network import Network, address_of
+from benchmarks.measure.ports import free_port
 from ds_hetero.elastic.node.place import NodePlace
 from ds_hetero.elastic.segments import SUFFIX, read_header
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SCRIPT = Path(__file__).with_name("training.py")
 Event = dict[str, Any]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def children_of(pid: int) -> dict[int, str]:
@@ -71,7 +66,7 @@ class Node:
     def __init__(self, cluster: Cluster, number: int, workers: int) -> None:
         self._cluster, self.number, self.name, self.workers = cluster, number, f"n{number}", workers
         self.place = NodePlace.of(cluster.job, self.name, cluster.environment)
-        self.address = f"127.0.0.1:{_free_port()}" if cluster.network is None else f"{address_of(number)}:29400"
+        self.address = f"127.0.0.1:{free_port()}" if cluster.network is None else f"{address_of(number)}:29400"
         self.process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -13,7 +13,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from typing import Any
 
 from benchmarks.faults.jobs import ENDLESS, PAUSE, Job
 from benchmarks.faults.plant import FAULT_FILE
+from benchmarks.measure.ports import free_port
 
 _PAUSE_S = 2.0
 _STACKS_S = 0.7  # for the ranks to write their stacks
@@ -59,7 +59,7 @@ def run_world(job: Job, folder: Path, limit_s: float, resume: bool = False) -> l
     """
     _server.set_forkserver_preload(["benchmarks.faults.preload"])
     store = _host_store(job.ranks) if job.store == "launcher" else None
-    port = _free_port() if store is None else store.port
+    port = free_port() if store is None else store.port
     limit_s *= 1 + job.strikes * job.is_restarted
     env = {
         "MASTER_ADDR": "127.0.0.1",
@@ -133,12 +133,6 @@ def _host_store(ranks: int) -> Any:
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def _output(folder: Path, rank: int, resume: bool) -> Path:

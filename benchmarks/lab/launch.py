@@ -29,7 +29,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -43,6 +42,7 @@ from benchmarks.emulation.emulator import NETWORK_METHODS, Emulation, emulate
 from benchmarks.emulation.extension_locks import remove_abandoned_locks
 from benchmarks.emulation.mps import active_share, mps
 from benchmarks.emulation.throttle import METHODS
+from benchmarks.measure.ports import free_port
 
 VARIABLE = "DS_HETERO_LAB"
 """Environment variable that tells a rank what it is to become; see `benchmarks.emulation.inject`."""
@@ -90,7 +90,7 @@ def _commands(
     clients: Mapping[str, str] | None,
 ) -> list[tuple[list[str], dict[str, str]]]:
     """(words, environment) of every process to start."""
-    port = str(_free_port())
+    port = str(free_port())
     master = emulated.network.nodes[0].address
     settings = {
         "cores": cluster.cores,
@@ -135,13 +135,6 @@ def _fill(word: str, values: Mapping[str, object]) -> str:
     for name, value in values.items():
         word = word.replace("{" + name + "}", str(value))
     return word
-
-
-def _free_port() -> int:
-    """Free on this machine; in a network namespace of its own almost any is."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _run(commands: Sequence[tuple[list[str], dict[str, str]]]) -> int:
