@@ -1,6 +1,7 @@
 """One rank in the rings of its lanes, in integers: which kernel calls it makes, what it sends and receives, by step.
 
-Made once per batch layout and kind of mask, and used by every layer. Slices and bands; nothing here touches a tensor.
+A `Ring` is made once per batch layout and kind of mask, and used by every layer. It has slices and bands; nothing here
+touches a tensor.
 """
 
 from __future__ import annotations

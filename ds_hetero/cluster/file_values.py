@@ -25,7 +25,7 @@ class Bounds(NamedTuple):
     most: float
 
 
-NEAR = 0.5
+LIKENESS = 0.5  # of a word with a known one, from which a message asks whether that is meant
 """Least similarity of a word of a cluster file to one that is offered in its place; see `did_you_mean`."""
 
 POSITIVE = Bounds(1e-6, 1e6)  # GB/s, GiB, TFLOPS, W: from a thousand bytes or a million operations a second upwards
@@ -70,7 +70,7 @@ def expect_keys(where: str, data: Any, *, required: set[str], allowed: set[str])
         if stem and any(name.startswith(stem) for name in allowed):
             place = f"{where}.{shortened(key)[1:-1]}"
             raise ClusterError(f"{place}: this file has one unit per quantity. Give {_UNIT_OF[stem]}.")
-        hint, keys = did_you_mean(str(key), allowed, NEAR), ", ".join(sorted(allowed))
+        hint, keys = did_you_mean(str(key), allowed, LIKENESS), ", ".join(sorted(allowed))
         raise ClusterError(f"{where}: unknown key {shortened(key)}{hint}. It takes {keys}.")
     missing = sorted(required - set(data))
     if missing:

@@ -52,8 +52,8 @@ from ds_hetero.cluster.catalogue import (
 from ds_hetero.cluster.file_values import (
     DEVICE_KEYS,
     DURATION_US,
+    LIKENESS,
     LINK_RATIO,
-    NEAR,
     OVERHEAD_S,
     POSITIVE,
     SHARE,
@@ -120,7 +120,7 @@ def load_cluster(source: str | Path | JsonObject) -> Cluster:
             raise
         raise ClusterError(
             f"cannot read cluster {shortened(str(source))}: it is neither a readable file nor a known name"
-            f"{did_you_mean(str(source), cluster_names(), NEAR)}. Known names: {', '.join(cluster_names())}."
+            f"{did_you_mean(str(source), cluster_names(), LIKENESS)}. Known names: {', '.join(cluster_names())}."
         ) from error
     return cluster_from_dict(content)
 
@@ -339,7 +339,7 @@ def _devices_of_node(
     for device in names:
         if not isinstance(device, str) or device not in catalogue:
             raise ClusterError(
-                f"{where}: device {shortened(device)} is not known{did_you_mean(str(device), catalogue, NEAR)}. "
+                f"{where}: device {shortened(device)} is not known{did_you_mean(str(device), catalogue, LIKENESS)}. "
                 f"Use one of {listed(catalogue)}, or describe it under devices."
             )
     return tuple(catalogue[device] for device in names) * count
@@ -438,7 +438,7 @@ def _nodes_named(where: str, name: Any, indices: Mapping[str, list[int]]) -> lis
     """Indices of the node ``name``, or of all copies of the entry ``name``."""
     if not isinstance(name, str) or name not in indices:
         raise ClusterError(
-            f"{where}: there is no node {shortened(name)}{did_you_mean(str(name), indices, NEAR)}. "
+            f"{where}: there is no node {shortened(name)}{did_you_mean(str(name), indices, LIKENESS)}. "
             f"The nodes are {listed(indices)}."
         )
     return indices[name]

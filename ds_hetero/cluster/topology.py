@@ -8,7 +8,7 @@ Ranks are numbered in the order of the nodes. SI base units; the unit is in the 
 
 A device is datasheet numbers, and how far below them it really runs. Peaks come from the catalogue or from the user;
 efficiencies come from a profile, or are the catalogue's assumption until there is one. The two are kept apart so that
-`published` can ignore the second.
+`ds_hetero.cost.published` can ignore the second.
 """
 
 from __future__ import annotations

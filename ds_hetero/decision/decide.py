@@ -1,6 +1,7 @@
 """Decisions of rank 0 at the start of a job, and of ``ds-hetero doctor`` without one: the plan and its prediction.
 
-No collectives, no devices, no framework: the same facts give the same decision everywhere. Imports no torch.
+Nothing here runs collectives, asks devices or knows a framework: the same facts give the same decision everywhere.
+Imports no torch.
 
 `resolve` finds the plan that the section stands for; a `Searcher` searches and predicts; `decide` puts both together.
 """

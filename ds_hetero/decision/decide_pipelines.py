@@ -1,6 +1,7 @@
 """Decisions of rank 0 where ``"parallel": "full"`` asks for pipelines, and ``ds-hetero doctor`` without a job.
 
-No collectives, no devices, no framework: the same facts give the same plan everywhere. Imports no torch.
+Nothing here runs collectives, asks devices or knows a framework: the same facts give the same plan everywhere. Imports
+no torch.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class TrainingFacts:
     accumulates_in_fp32: bool = False  # gradients are accumulated in fp32 whatever ``mixed_precision`` is
     offloads_optimizer: bool = False  # optimizer states are kept off the device
     offloads_parameters: bool = False  # parameters are kept off the device
-    sp_size: int | None = None  # sequence-parallel size as written; `decision.decide.sp_size_of` checks it
+    sp_size: int | None = None  # sequence-parallel size as written; `sp_size_of` checks it
     optimizer: str = ""  # name of the optimizer, empty if the script makes it
     buffers: Buffers = field(default_factory=Buffers)  # DeepSpeed's
 

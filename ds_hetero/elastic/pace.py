@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 
-SHARE = 0.02  # of the time of steps, that saves may cost
+SAVING_SHARE = 0.02  # of the time of steps, that saves may cost
 _MOST_S = 300.0  # between two saves, whatever they cost
 _QUIET_STEPS, _SAVES = 20, 5  # latest, whose medians count
 _LOOK_STEPS = 3  # between two saves, so that there is a step without one under way to compare with
@@ -52,7 +52,7 @@ class Pace:
         self._busy_s, self._num_begun = [], 0
 
     def needed_steps(self) -> int:
-        """Steps between two saves: as many as last as long as one, and as make its delays `SHARE` of all time.
+        """Steps between two saves: as many as last as long as one, and as make its delays `SAVING_SHARE` of all time.
 
         Where it is not known what a save delays, or not any more, as many as show it.
         """
@@ -60,5 +60,5 @@ class Pace:
             return 1
         least = 1 if self._extra_s and len(self._busy_s) < _LOOK_AGAIN else _LOOK_STEPS
         by_length = math.ceil(self.save_s / self.step_s)
-        by_delay = math.ceil(statistics.median(self._extra_s) / (SHARE * self.step_s)) if self._extra_s else 1
+        by_delay = math.ceil(statistics.median(self._extra_s) / (SAVING_SHARE * self.step_s)) if self._extra_s else 1
         return max(least, by_length, min(by_delay, math.ceil(_MOST_S / self.step_s)))

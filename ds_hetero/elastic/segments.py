@@ -42,9 +42,9 @@ HEADER_BYTES = 4096
 SUFFIX = ".seg"
 _PREFIX = struct.Struct("<II")  # length of the text, its CRC
 _VERSION = 2
-_MAX_BYTES = 2**50
+_MAX_PART_BYTES = 2**50
 GROWTH_BYTES = 1 << 16  # segments are multiples of it: what is pickled grows by some bytes from save to save
-_CHUNK_BYTES = 4 << 20  # of a content, hashed by one thread
+_HASHED_BYTES = 4 << 20  # of a content, hashed by one thread
 _HASH_THREADS = 4  # SHA-256 takes 0.56 CPU s per GB where a CRC takes 0.24; two threads make up for it
 
 
@@ -103,7 +103,7 @@ def _checked(content: dict[str, Any]) -> Header | None:
     is_sound = (
         version == _VERSION
         and all(is_whole(number, 0, most) for number, most in numbers)
-        and all(is_whole(size, 0, _MAX_BYTES) for size in sizes)
+        and all(is_whole(size, 0, _MAX_PART_BYTES) for size in sizes)
         and all(isinstance(text, str) for text in (save.start, header.job, header.model, header.mac))
         and header.index_bytes <= header.end_bytes
     )
@@ -127,10 +127,10 @@ def _digests(content: memoryview) -> bytes:
     """SHA-256 of every chunk, one behind the other."""
 
     def digest(start: int) -> bytes:
-        with content[start : start + _CHUNK_BYTES] as chunk:
+        with content[start : start + _HASHED_BYTES] as chunk:
             return hashlib.sha256(chunk).digest()
 
-    starts = range(0, len(content), _CHUNK_BYTES)
+    starts = range(0, len(content), _HASHED_BYTES)
     if len(starts) < 2:
         return b"".join(map(digest, starts))
     with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1, len(starts))) as pool:

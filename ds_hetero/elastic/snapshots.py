@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 _FIRST_EVERY = 1  # steps, until the cost of a save and of a step is known
 _SEND_TRIES = 4  # with the kept connection first; a keeper that was killed is back in a second
 _PAUSE_S = 0.5
-_LOOK_S = 0.5
+_NEWCOMERS_POLL_S = 0.5
 _MOST_UNSAVED = 3  # saves in a row that come to nothing before it is said that the job has no newer one
 
 
@@ -212,7 +212,7 @@ class Snapshots:
                 self._waiting = self._worker.ask_meeting({"do": "newcomers"})
             except OSError:
                 self._waiting = {"newcomers": []}
-            time.sleep(_LOOK_S)
+            time.sleep(_NEWCOMERS_POLL_S)
 
     def _newcomers(self) -> list[str]:
         answer = self._waiting

@@ -23,7 +23,7 @@ from ds_hetero.elastic.node.wire import Message
 
 LEFT = 75  # exit code of workers that leave after a commit
 _BEAT_S = 1.0
-_LOOK_S = 0.1
+_BREAK_POLL_S = 0.1
 _SHORT = 500  # characters; each takes six bytes of JSON at most
 
 
@@ -85,7 +85,7 @@ class Worker:
                 continue
             self.has_notice = True
             while not self._is_broken():
-                time.sleep(_LOOK_S)
+                time.sleep(_BREAK_POLL_S)
             os._exit(LEFT)
 
     def _is_broken(self) -> bool:

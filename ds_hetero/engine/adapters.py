@@ -207,7 +207,10 @@ class ElasticState(Protocol):
 
 
 class StagedModel(Protocol):
-    """A model that was cut into stages of pipelines, of which this rank has one; a `StageCompute` of its passes."""
+    """A model that was cut into stages of pipelines, of which this rank has one.
+
+    Called, it runs a pass of that stage: a `ds_hetero.runtime.pipeline.runner.StageCompute`.
+    """
 
     plan: Plan
     width: int

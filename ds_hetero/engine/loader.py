@@ -217,7 +217,7 @@ class LoaderByMode(LoaderAround):
 
 
 class ElasticLoader:
-    """A loader that counts its epochs; of `ds_hetero.Handle.elastic`.
+    """A loader that counts its epochs; of `ds_hetero.engine.handle.Handle.elastic`.
 
         for epoch in loader.epochs(3):
             for batch in loader:

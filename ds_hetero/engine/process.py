@@ -2,7 +2,7 @@
 
 Jobs that torchrun starts again meet under a new name in its store. Its agent keeps one store over all restarts. torch's
 process groups would read the addresses of the ranks before the restart there, and fail ("Connection refused").
-`TORCHELASTIC_RESTART_COUNT` cannot tell them apart: every agent counts for itself. So rank 0 draws a name for the
+``TORCHELASTIC_RESTART_COUNT`` cannot tell them apart: every agent counts for itself. So rank 0 draws a name for the
 start, and tells it to each rank in answer to a word of that rank's:
 
     hello/RANK     the word that RANK has drawn; afterwards the name that it has read
@@ -12,9 +12,9 @@ An error that ends a rank is one message, and no raw text of a backend is the la
 is printed once per host, by its first rank, without a traceback. Any other error is shown as Python does. The other
 ranks learn of it from this one's last words, see `ds_hetero.runtime.peers`.
 
-A rank that never registered runs stock DeepSpeed: it takes part in nothing of ours, and the others would wait for it in
-their first collective without a word. So each registered rank says in the process group's store that it is here, and
-waits for the others there, where it can see who is missing.
+A rank may never have registered. It runs stock DeepSpeed then, and takes part in nothing of ours, and the others would
+wait for it in their first collective without a word. So each registered rank says in the process group's store that it
+is here, and waits for the others there, where it can see who is missing.
 
 DeepSpeed reads its configuration on every rank by itself. Where one host has another file, ranks wait for each other in
 different collectives, or train on by different rules. So every rank takes part here first, with a section or without,
@@ -236,7 +236,7 @@ MAY_DIFFER = (
 
 
 _REGISTERED = "ds_hetero/registered"
-_LINGER_S = 1.0
+_STORE_LINGER_S = 1.0
 
 _calls = 0
 
@@ -458,7 +458,7 @@ def expect_all_registered(
         waited_s = time.monotonic() - start
         if waited_s > give_up_after_s:
             if dist.get_rank() == 0:
-                sleep(_LINGER_S)  # it may keep the store, which the others ask until they give up, too
+                sleep(_STORE_LINGER_S)  # it may keep the store, which the others ask until they give up, too
             raise ConfigError(_unregistered_text(missing, waited_s))
         if waited_s > warn_after_s and not has_warned:
             logger.warning("%s", _unregistered_text(missing, waited_s))

@@ -6,8 +6,8 @@ buffers that a forward has changed, and whether a loss has operations that none 
 batch are probed again (`sample_probe`), and so they are after as many steps as `probe_pace` says, since samples may be
 mixed by operations that were there before.
 
-Micro-batches that are accumulated: a unit that is declared, or that the model's own loss shows at the first batch, is
-weighed by the count of the whole step; any other by the count of the micro-batch, which all ranks take of one
+Micro-batches may be accumulated. A unit that is declared, or that the model's own loss shows at the first batch, is
+then weighed by the count of the whole step; any other by the count of the micro-batch, which all ranks take of one
 micro-batch of one process.
 """
 

@@ -449,7 +449,8 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 def _gathering(model: nn.Module) -> Iterator[None]:
     """Run a model past its engine's forward inside: on ZeRO-3 modules get the parameters that they take from others.
 
-    DeepSpeed's `ZeROOrderedDict` gathers these where `DeepSpeedEngine._forward_prologue` has said that a forward runs.
+    DeepSpeed's ``ZeROOrderedDict`` gathers these where ``DeepSpeedEngine._forward_prologue`` has said that a forward
+    runs.
     """
     name = "_in_forward"
     told = [one._parameters for one in model.modules() if getattr(one._parameters, name, True) is False]

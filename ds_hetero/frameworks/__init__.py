@@ -1,1 +1,1 @@
-"""Adapters of DeepSpeed, transformers, accelerate and TRL; `names` of each lists the private names it builds on."""
+"""Adapters of DeepSpeed, transformers, accelerate and TRL; ``names.py`` of each lists private names."""

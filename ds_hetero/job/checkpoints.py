@@ -3,8 +3,8 @@
     draft = begin(folder)        # an empty folder beside it, for the parts
     publish(folder)              # once all parts are in the draft
 
-A process that dies at any moment leaves the checkpoint of before or the new one, whole: at its place or, between two
-renames, beside it, from where `recover` moves it. Files that the user keeps in the folder stay there.
+A process may die at any moment and leaves a whole checkpoint, the one of before or the new one: at its place or,
+between two renames, beside it, from where `recover` moves it. Files that the user keeps in the folder stay there.
 
 The manifest of a checkpoint: the step it is of, and the size and checksum of every part.
 

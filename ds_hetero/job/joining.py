@@ -15,7 +15,8 @@ from ds_hetero.planner import planning
 
 logger = logging.getLogger(__name__)
 
-LEAST_GAIN = 0.01  # of a step; the pause of some 10 s that letting machines in costs is earned back in 17 minutes
+# Of a step: the pause of some 10 s that letting machines in costs is earned back in 17 minutes.
+LEAST_GAIN_OF_JOINING = 0.01
 
 
 def gain_of_joining(start: JobStart, cards: Mapping[str, Sequence[str]]) -> float | None:

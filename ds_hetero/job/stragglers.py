@@ -20,7 +20,7 @@ from ds_hetero.job.times import RECENT_STEPS, JobTimes
 
 BEHIND = 0.9  # score below which a rank is behind
 FAR_BEHIND = 0.8  # below which one observation is enough
-PATIENCE = 2  # observations in a row before a rank is named, or said to have caught up
+OBSERVATIONS_IN_A_ROW = 2  # observations in a row before a rank is named, or said to have caught up
 
 
 class Remedy(NamedTuple):
@@ -68,7 +68,7 @@ class Stragglers:
                 self._behind.pop(rank, None)
                 continue
             self._behind[rank] = self._behind.get(rank, 0) + 1
-            if self._behind[rank] < PATIENCE and score >= FAR_BEHIND:
+            if self._behind[rank] < OBSERVATIONS_IN_A_ROW and score >= FAR_BEHIND:
                 continue
             del self._behind[rank]
             if is_behind:

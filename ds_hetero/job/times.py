@@ -36,7 +36,7 @@ from ds_hetero.runtime.step_clock import PassTimes, StepTimes
 from ds_hetero.values.plans import Pipeline, Plan, Stage
 from ds_hetero.values.plans.timetable import BACKWARD, FORWARD
 
-LEAST_ERROR = 0.003  # relative; few steps can agree by chance
+LEAST_ERROR_OF_COSTS = 0.003  # relative; few steps can agree by chance
 _KEPT_CHANGES = 64
 _SPREAD_OF_MEDIAN = 1.4826  # standard deviation over median absolute deviation, of a normal distribution
 _ERROR_OF_MEDIAN = 1.2533  # its standard error over that of the mean
@@ -70,7 +70,7 @@ class UnitCost:
         if not costs:
             return None, 0.0
         spread = _SPREAD_OF_MEDIAN / sqrt(2) * median(self._changes) if self._changes else 0.0
-        return median(costs), max(_ERROR_OF_MEDIAN * spread / sqrt(len(costs)), LEAST_ERROR)
+        return median(costs), max(_ERROR_OF_MEDIAN * spread / sqrt(len(costs)), LEAST_ERROR_OF_COSTS)
 
     def restart(self) -> None:
         """Forget the steps since the last `take`; what is known of the spread stays."""

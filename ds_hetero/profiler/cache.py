@@ -2,8 +2,8 @@
 
     content, fresh = measure_cached()        on every rank
 
-One file per fingerprint of all ranks' hosts, devices, memory and torch, and of what trains: data type, kernel, head
-size and soft cap. A profile of a busy machine is used and not kept.
+There is one file per fingerprint of all ranks' hosts, devices, memory and torch, and of what trains: data type, kernel,
+head size and soft cap. A profile of a busy machine is used and not kept.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from ds_hetero.profiler.measure import WINDOW_S, describe_ranks, measure, own_ra
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, default_dtype
 
-SAME = 0.01  # relative difference of numbers that are the same
-MAX_BYTES = 2**28  # of a profile; all-to-alls of 1,000 ranks take some 50 MB
+RTOL_OF_PROFILES = 0.01  # relative difference of numbers that are the same
+MAX_PROFILE_BYTES = 2**28  # of a profile; all-to-alls of 1,000 ranks take some 50 MB
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def read_profile(path: Path, ranks: Sequence[RankFacts]) -> JsonDict | None:
         if not os.path.lexists(path):
             return None
         expect_own_file(path)
-        content: JsonDict = read_file(path, "profile", ClusterError, max_bytes=MAX_BYTES)
+        content: JsonDict = read_file(path, "profile", ClusterError, max_bytes=MAX_PROFILE_BYTES)
         profile = content["profile"]
         if (profile["version"], profile["fingerprint"]) != (VERSION, fingerprint(ranks)):
             raise ValueError("it is of other ranks")
@@ -175,7 +175,7 @@ def _expect_own_numbers(cluster: Cluster, ranks: Sequence[RankFacts], samples: A
         samples: what was timed, by rank; empty in a profile that has no timings.
     """
     for rank, (device, facts) in enumerate(zip(cluster.devices, ranks, strict=True)):
-        if not np.isclose(device.memory_bytes, facts.memory_bytes, rtol=SAME):
+        if not np.isclose(device.memory_bytes, facts.memory_bytes, rtol=RTOL_OF_PROFILES):
             raise ValueError(
                 f"it gives rank {rank} a memory of {bytes_text(device.memory_bytes)} GiB, and the rank has "
                 f"{bytes_text(facts.memory_bytes)}"
@@ -184,10 +184,10 @@ def _expect_own_numbers(cluster: Cluster, ranks: Sequence[RankFacts], samples: A
         return
     fitted = cluster_from_dict(cluster_content(ranks, samples))
     for name in ("peak_flops_per_s", "memory_bytes_per_s", "node_bytes_per_s"):
-        if not np.allclose(getattr(cluster, name), getattr(fitted, name), rtol=SAME):
+        if not np.allclose(getattr(cluster, name), getattr(fitted, name), rtol=RTOL_OF_PROFILES):
             raise ValueError(f"its {name} is not what its own timings give")
     kept, own = ([astuple(device.efficiency) for device in one.devices] for one in (cluster, fitted))
-    if not np.allclose(np.array(kept), np.array(own), rtol=SAME):
+    if not np.allclose(np.array(kept), np.array(own), rtol=RTOL_OF_PROFILES):
         raise ValueError("its efficiencies are not what its own timings give")
 
 

@@ -28,7 +28,7 @@ from ds_hetero.reporting.shared_sections import MAX_ROWS, links_table, measured_
 MAX_PIPELINES = 12  # that are drawn, unlike ones
 MAX_MICRO_BATCHES = 24  # drawn in a timeline
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-_SIZES = (1, 2, 4)
+_MICRO_BATCH_SIZES = (1, 2, 4)
 _MEASURED = {
     "attention": "attention",
     "rest of the passes": "model",
@@ -207,9 +207,13 @@ def _rivals(described: DescribedPlan, costs: StageCosts, step_s: float, samples:
     objective = costs.time_objective()
     scenario = described.scenario
     rivals: list[Rival] = [
-        best_grid(costs, objective, samples, _SIZES)[0],
-        best_sequence(costs.cluster, scenario.model, scenario.workload, samples, _SIZES, objective),
-        *(best_published(planner, [costs], objective, samples, _SIZES) for planner in PLANNERS if planner.pipelines),
+        best_grid(costs, objective, samples, _MICRO_BATCH_SIZES)[0],
+        best_sequence(costs.cluster, scenario.model, scenario.workload, samples, _MICRO_BATCH_SIZES, objective),
+        *(
+            best_published(planner, [costs], objective, samples, _MICRO_BATCH_SIZES)
+            for planner in PLANNERS
+            if planner.pipelines
+        ),
     ]
     rows = [("this plan", time_text(step_s), "1.00 x", "")]
     for rival in rivals:

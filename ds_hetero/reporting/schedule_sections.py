@@ -34,7 +34,7 @@ _CAUSES = {
     "optimizer, ZeRO and the rest": "step",
 }
 """Causes of a step's time, with their colours."""
-ROUNDING = 1e-9  # share of a row below which a time is what is left of differences
+LEAST_SHARE = 1e-9  # share of a row below which a time is what is left of differences
 
 _Timelines = Mapping[str, Sequence[Sequence[Bar]]]
 """Bars of every rank, ``"predicted"`` and ``"measured"``; none where there is nothing to draw."""
@@ -227,7 +227,7 @@ class ReplicaSections:
                 if of_ranks:
                     bars = of_ranks[row.rank]
                     sums = [sum(stop - start for name, start, stop in bars if name == kind) for kind in kinds]
-                    least_s = ROUNDING * sum(sums)
+                    least_s = LEAST_SHARE * sum(sums)
                     rows.append((f"{row.name} {source}", *(time_text(s if s > least_s else 0.0) for s in sums)))
         return html_table(("", *kinds), rows, caption)
 

@@ -1,6 +1,6 @@
 """Which backend of a process group carries this rank's tensors, and by what it pairs messages.
 
-``torch.distributed.get_backend`` names what `init_process_group` was given, and that is not always a backend: without
+``torch.distributed.get_backend`` names what ``init_process_group`` was given, and that is not always a backend: without
 an argument it says "undefined", and "cuda:nccl,cpu:gloo" is one name for two. The configuration of a group has one
 backend for each type of device, whatever was given.
 """

@@ -28,7 +28,7 @@ from ds_hetero.runtime.peers.watch import current_phase, start_watch, waiting_fo
 
 T = TypeVar("T")
 
-_WIDTH = 64  # integers in every all_gather of this module, so that ranks in different phases find out; 512 bytes
+_ROW_WIDTH = 64  # integers in every all_gather of this module, so that ranks in different phases find out; 512 bytes
 _LONGEST_PHASE = 128  # bytes of its description
 
 
@@ -52,7 +52,7 @@ def all_gather_bytes(
     group = messages_group() if group is None else group
     phase = current_phase()
     row = [crc32(phase.encode()), len(payload), *numbers]
-    room = (_WIDTH - len(row)) * 8  # bytes behind the numbers
+    room = (_ROW_WIDTH - len(row)) * 8  # bytes behind the numbers
     has_room = len(payload) <= room
     with waiting_for_peers(phase):
         rest = torch.frombuffer(bytearray((payload if has_room else b"").ljust(room, b"\0")), dtype=torch.int64)

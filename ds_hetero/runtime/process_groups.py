@@ -2,8 +2,8 @@
 
 On NCCL three things happen late unless they are asked for early, and each blocks the thread that calls.
 
-* **A communicator** is made at the first call on its group, where `init_process_group` was given no ``device_id``. That
-  call has to come from all ranks of the group: torch calls anything else undefined (docstring of
+* **A communicator** is made at the first call on its group, where ``init_process_group`` was given no ``device_id``.
+  That call has to come from all ranks of the group: torch calls anything else undefined (docstring of
   ``batch_isend_irecv``). So `ProcessGroups.of` lets all ranks of a new group use it once.
 * **A connection** of two ranks is made at their first message, one for each direction and communicator. Inside
   ``ncclGroupEnd`` the host waits there until the peer makes the matching call (NCCL 2.30, transport.cc,

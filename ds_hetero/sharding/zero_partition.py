@@ -127,7 +127,7 @@ class FlatGroup:
 def round_robin_order(num_parameters: int, num_ranks: int) -> list[int]:
     """The order in which ``round_robin_gradients`` lays parameters out: every num_ranks-th from 0, from 1, and so on.
 
-    As in DeepSpeed's `DeepSpeedZeroOptimizer._round_robin_reorder`.
+    As in DeepSpeed's ``DeepSpeedZeroOptimizer._round_robin_reorder``.
     """
     return [index for first in range(num_ranks) for index in range(first, num_parameters, num_ranks)]
 

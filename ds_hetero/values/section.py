@@ -294,13 +294,13 @@ _OBJECTS: dict[str, type[BaseModel]] = {
     "elastic": ElasticSection,
     "checks": ChecksSection,
 }
-_NEAR = 0.7  # similarity of a key with the section's name from which it is taken for a misspelling
+_LIKENESS_OF_SLIPS = 0.7  # similarity of a key with the section's name from which it is taken for a misspelling
 
 
 def expect_section_name(ds_config: JsonObject) -> None:
     """Refuse a key that is nearly the section's name, which DeepSpeed would ignore. Raises `ConfigError`."""
     for key in ds_config:
-        if isinstance(key, str) and key != SECTION and nearest(key.replace("_", ""), [SECTION], _NEAR):
+        if isinstance(key, str) and key != SECTION and nearest(key.replace("_", ""), [SECTION], _LIKENESS_OF_SLIPS):
             raise ConfigError(
                 f'"{key}" in ds_config.json is no key of DeepSpeed\'s (did you mean "{SECTION}"?). Without a section '
                 "of that name ds_hetero would stay off, and every rank would train on whole sequences."

@@ -36,7 +36,7 @@ from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.schedule import Schedule
 
 _BUCKET_HELP = "Elements of DeepSpeed's buffer for gradients; left out, DeepSpeed's default."
-MAX_KINDS = 6  # of ranks, as columns
+MAX_COLUMNS = 6  # of ranks, as columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +238,12 @@ def _print_stacks(fitted: Fitted, every: Sequence[Stack]) -> None:
     for stack in every:
         kinds.setdefault((stack.device, str(tokens[stack.rank]), *_cells(stack)), []).append(stack.rank)
     labels = ("device", "tokens", *(part.replace("_", " ") for part in PARTS), "total", "card", "free")
-    rows: list[Sequence[str] | None] = list(zip(labels, *list(kinds)[:MAX_KINDS], strict=True))
+    rows: list[Sequence[str] | None] = list(zip(labels, *list(kinds)[:MAX_COLUMNS], strict=True))
     rows[-3:-3] = [None]
     rows[2:2] = [None]
-    more = len(kinds) - MAX_KINDS
+    more = len(kinds) - MAX_COLUMNS
     print_table(
-        ("", *map(rank_ranges, list(kinds.values())[:MAX_KINDS])),
+        ("", *map(rank_ranges, list(kinds.values())[:MAX_COLUMNS])),
         rows,
         "Memory of a rank at its peak, GiB",
         caption=f"{more} more kinds of ranks: see --json" if more > 0 else None,

@@ -199,14 +199,14 @@ def draw_documents(scenario: Scenario, report: DocumentsReport) -> Figure:
     return figure
 
 
-MAX_ROWS = 16  # makeups that are drawn
+MAX_MAKEUPS = 16  # makeups that are drawn
 MAX_MICRO_BATCHES = 24  # drawn in the timeline
 FORWARD, BACKWARD = "#8da0cb", "#fc8d62"
 
 
 def draw_pipelines(costs: StageCosts, finished: Finished) -> Figure:
     """Return the picture of a plan that was judged."""
-    rows = finished.makeups[:MAX_ROWS]
+    rows = finished.makeups[:MAX_MAKEUPS]
     slowest = finished.pipeline_s.index(finished.pipelines_s)
     stages = len(finished.candidate.cuts[slowest].layers)
     heights = [0.6 + 0.55 * len(rows), 0.8 + 0.3 * stages]

@@ -18,8 +18,8 @@ from ds_hetero.elastic.node.meeting import AgentMeeting
 from ds_hetero.elastic.node.place import NodePlace
 from ds_hetero.elastic.node.wire import Message
 
-_ANSWER_S = 1.0
-_LOOK_S = 0.1
+_PROBE_TIMEOUT_S = 1.0
+_PROBE_PERIOD_S = 0.1
 _LOOKS_APART = 10  # while nothing is waited for, and five times as many while a round runs
 _MOST_AT_ONCE = 32
 
@@ -41,7 +41,7 @@ class Elsewhere:
     def run(self, has_ended: threading.Event) -> None:
         """Look for as long as the keeper lives: at once where a round has to wait for it."""
         count = 0
-        while not has_ended.wait(_LOOK_S):
+        while not has_ended.wait(_PROBE_PERIOD_S):
             count += 1
             with self._lock:
                 is_urgent, runs = self._meeting.must_look, not self._meeting.is_broken
@@ -66,7 +66,7 @@ class Elsewhere:
             for answer, at in zip(answers, addresses, strict=True):
                 if answer and answer["is_waited_for"] and not answer["round"]:
                     with contextlib.suppress(OSError):
-                        self._ask(at, {"do": "come", "to": self._place.address()}, _ANSWER_S)
+                        self._ask(at, {"do": "come", "to": self._place.address()}, _PROBE_TIMEOUT_S)
 
     def _addresses(self) -> list[tuple[str, int]]:
         """Keepers that may serve another meeting."""
@@ -80,7 +80,7 @@ class Elsewhere:
 
     def _status_of(self, at: tuple[str, int]) -> Message | None:
         try:
-            answer = self._ask(at, {"do": "status"}, _ANSWER_S)
+            answer = self._ask(at, {"do": "status"}, _PROBE_TIMEOUT_S)
         except OSError:
             return None
         return None if answer["closed"] or not answer["keeper"] else answer

@@ -57,7 +57,7 @@ from ds_hetero.elastic.segments import (
 
 REQUEST_TIMEOUT_S = 20.0
 SILENCE_S = 6.0  # after which an agent that has said nothing counts as gone; it speaks every second
-_MAX_EVENTS = 1000
+_EVENTS_KEPT = 1000
 _SPARES_S = 5.0  # between two looks whether pages for small files can be set aside again
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Keeper:
     def __init__(self, place: NodePlace, token: bytes, rules: MeetingRules, memory_bytes: int | None = None) -> None:
         self.place, self.token, self.memory_bytes = place, token, memory_bytes
         self.meeting = AgentMeeting(replace(rules, looks=True))
-        self.events: deque[Message] = deque(maxlen=_MAX_EVENTS)
+        self.events: deque[Message] = deque(maxlen=_EVENTS_KEPT)
         self.has_ended = threading.Event()
         self._lock = threading.RLock()  # of the meeting
         self._elsewhere = Elsewhere(place, self.meeting, self._lock, lambda at, message, s: ask(at, token, message, s))

@@ -30,7 +30,7 @@ from ds_hetero.errors import ConfigError
 _USAGE = "python -m ds_hetero.run --elastic [options] SCRIPT ARGS"
 _POLL_S = 0.05
 _MAX_RESTARTS = 1_000_000  # of workers; the meeting ends a job that cannot go on
-_GRACE_S = 30
+_STOP_GRACE_S = 30
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
@@ -205,7 +205,7 @@ class NodeProcesses:
             if process is not None and process.poll() is None:
                 process.terminate()
                 try:
-                    process.wait(_GRACE_S if process in self._agents else 3)
+                    process.wait(_STOP_GRACE_S if process in self._agents else 3)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()

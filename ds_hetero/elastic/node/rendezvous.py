@@ -56,7 +56,7 @@ PRIVATE_NAMES = (
 
 _STORE_TIMEOUT = timedelta(seconds=30)
 _CONNECT_TIMEOUT_S = 3.0
-_PATIENCE_S = 3.0  # with a keeper that cannot be reached, before the next one is tried
+_NEXT_KEEPER_S = 3.0  # with a keeper that cannot be reached, before the next one is tried
 _GIVE_UP_S = 120.0
 _ALIVE_S = 1.0
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -240,7 +240,7 @@ class KeeperRendezvous(RendezvousHandler):
         begin_s, refusals = time.monotonic(), ""
         while time.monotonic() - begin_s < _GIVE_UP_S and not self._has_left.is_set():
             passed_s = time.monotonic() - begin_s
-            for endpoint in self._endpoints[: 1 + int(passed_s / _PATIENCE_S)]:
+            for endpoint in self._endpoints[: 1 + int(passed_s / _NEXT_KEEPER_S)]:
                 try:
                     wire = connect(*endpoint, self._token, _CONNECT_TIMEOUT_S)
                     wire.timeout_s = SILENCE_S

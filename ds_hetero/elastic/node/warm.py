@@ -31,7 +31,7 @@ from ds_hetero.elastic.node.processes import end_with_parent
 from ds_hetero.elastic.node.wire import Message
 
 _POLL_S = 0.05
-_REQUEST_TIMEOUT_S = 5.0
+_FORK_TIMEOUT_S = 5.0
 
 
 class WarmServer:
@@ -64,7 +64,7 @@ class WarmServer:
         streams: list[int] = []
         try:
             client, _ = self._listener.accept()
-            client.settimeout(_REQUEST_TIMEOUT_S)
+            client.settimeout(_FORK_TIMEOUT_S)
             expect_own_peer(client)
             raw, ancillary, _, _ = client.recvmsg(NUMBER.size, socket.CMSG_LEN(2 * NUMBER.size))
             for _, _, descriptors in ancillary:

@@ -10,7 +10,7 @@ two keys, one each way, come of the token and both nonces, so that no message of
 or of before counts: the numbers are not sent but counted by both. Contents travel raw, after a message that says how
 many bytes follow; whoever takes them checks their own HMAC (`segments`).
 
-Not encrypted.
+Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Message = dict[str, Any]
 """An object of JSON."""
 
 MAX_MESSAGE_BYTES = 1 << 20
-MAX_DEPTH = 32  # of nested lists and objects in a message; ours have 5
+MAX_MESSAGE_DEPTH = 32  # of nested lists and objects in a message; ours have 5
 _CHUNK_BYTES = 1 << 20  # of a content, which has to come, or be taken, within the timeout
 _MAGIC = b"dshet/2\n"
 _NONCE_BYTES = _MAC_BYTES = 32
@@ -173,8 +173,8 @@ def welcome(connected: socket.socket, token: bytes, handshake_s: float, timeout_
 
 def parse_message(text: bytes) -> Message:
     """Parse what came. Raises `WireError`: it is no object of JSON, or nested too deep."""
-    if _depth_of(text) > MAX_DEPTH:
-        raise WireError(f"what came is nested deeper than {MAX_DEPTH}")
+    if _depth_of(text) > MAX_MESSAGE_DEPTH:
+        raise WireError(f"what came is nested deeper than {MAX_MESSAGE_DEPTH}")
     try:
         message = json.loads(text)
     except (ValueError, RecursionError):

@@ -27,7 +27,7 @@ from ds_hetero.elastic.worker import Worker, own_worker
 from ds_hetero.engine.names import SCHEDULED
 from ds_hetero.errors import CheckpointError, ConfigError
 from ds_hetero.frameworks.deepspeed.in_memory import FrozenSample, load_parts, parts_in_memory
-from ds_hetero.job.joining import LEAST_GAIN, gain_of_joining
+from ds_hetero.job.joining import LEAST_GAIN_OF_JOINING, gain_of_joining
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.epochs import process_states, set_process_states
 from ds_hetero.values.section import SECTION, ElasticSection
@@ -225,7 +225,7 @@ class ElasticEngine:
         if key not in self._judged:
             is_known = all(len(known[node]) == len(cards[node]) for node in cards)
             gain = gain_of_joining(self._start, known) if is_known else None
-            self._judged[key] = gain is None or gain >= LEAST_GAIN
+            self._judged[key] = gain is None or gain >= LEAST_GAIN_OF_JOINING
             if not self._judged[key]:
                 self._say(
                     "does not join",

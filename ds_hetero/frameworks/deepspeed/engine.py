@@ -1,11 +1,11 @@
-"""DeepSpeed: the engine is built as if there were no sequence parallelism, then `groups` answers for the replica.
+"""DeepSpeed: the engine is built as if there were no sequence parallelism, then DeepSpeed's groups are the replica's.
 
 DeepSpeed divides gradients by world size over sequence-parallel size on most paths and by the plain world size on
 others (ZeRO-3 with reduce_scatter). Shown no sequence parallelism while an engine is built, it divides by the plain
 world size on all of them, which is right for the loss recipe that DeepSpeed and transformers document (an all_gather
 of the ranks' mean losses, weighted by tokens, whose backward adds up over the ranks) and for `Handle.loss`. Batch
-sizes are kept right by `sequence_parallel_size` in the configuration, which `DeepSpeedConfig` reads where it is given
-no mpu. Afterwards `deepspeed.utils.groups` answers for the replica.
+sizes are kept right by ``sequence_parallel_size`` in the configuration, which ``DeepSpeedConfig`` reads where it is
+given no mpu. Afterwards `deepspeed.utils.groups` answers for the replica.
 
 `names` lists the names of DeepSpeed that are not documented. `install` replaces names of its modules; `hooks` wraps the
 methods of an engine that has been built.

@@ -35,7 +35,7 @@ class ThroughputTimer(Protocol):
 
 
 class CheckpointEngine(Protocol):
-    """Of `deepspeed.runtime.checkpoint_engine.CheckpointEngine`."""
+    """Of `deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine`."""
 
     def is_decoupled(self) -> bool:
         """Whether files are written after ``save`` has returned."""

@@ -70,7 +70,7 @@ def save_whole(
         CheckpointError: a rank cannot write; the same on every rank. The checkpoint of before is as it was.
     """
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    if engine.checkpoint_engine.is_decoupled():  # it writes later, and then `latest` as well
+    if engine.checkpoint_engine.is_decoupled():  # it writes later, and then ``latest`` as well
         return save(save_dir, tag, client_state or {}, save_latest, **kwargs)
     folder, rank = Path(save_dir, tag), dist.get_rank()
     save_id = _agree_to_begin(folder, tag)

@@ -165,7 +165,7 @@ def _attention(
 
 @dataclass(frozen=True)
 class _LayerOptions:
-    """Options that layers pass to an attention function behind the mask, in the order of `sdpa_attention_forward`."""
+    """Options that layers pass to an attention function behind the mask, in the order of ``sdpa_attention_forward``."""
 
     dropout: float = 0.0
     scaling: float | None = None

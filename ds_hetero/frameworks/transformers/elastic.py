@@ -1,4 +1,4 @@
-"""The HF Trainer, and TRL's, in an elastic job: `train` goes on where the newest save in memory is.
+"""The HF Trainer, and TRL's, in an elastic job: ``train`` goes on where the newest save in memory is.
 
 The Trainer is given a folder as a checkpoint to resume from. Its small files (state, scheduler, random states) are
 written there from memory by the Trainer's own methods; DeepSpeed's parts are none, and are read by the engine. So all
@@ -39,7 +39,7 @@ _RUNNING = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initi
 
 
 class _Training:
-    """One call of `train` in an elastic job; the ``folder`` has small files of the checkpoint that stands for it."""
+    """One call of ``train`` in an elastic job; the ``folder`` has small files of the checkpoint that stands for it."""
 
     def __init__(self, registry: Registry, trainer: Trainer, found: Found, folder: Path) -> None:
         self._registry, self._trainer, self._found = registry, trainer, found
@@ -148,7 +148,7 @@ def train_from_memory(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Around `Trainer.train`: begin where the newest save in memory is."""
+    """Around `transformers.Trainer.train`: begin where the newest save in memory is."""
     worker = own_worker()
     if worker is None or not registry.adapters.processes.asks_for_engine(trainer.accelerator):
         return stock(trainer, resume_from_checkpoint, *args, **kwargs)
@@ -165,7 +165,7 @@ def train_from_memory(
 
 
 def save_after(stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> None:
-    """Around `Trainer._maybe_log_save_evaluate`: save in memory what the step has become."""
+    """Around `transformers.Trainer._maybe_log_save_evaluate`: save in memory what the step has become."""
     stock(trainer, *args, **kwargs)
     for training in _trainings.values():
         if training.is_of(trainer):

@@ -442,7 +442,7 @@ def _compute_loss(
         loss, outputs = unlike.loss(loss_and_outputs, model, inputs, num_items_in_batch, multiplies=True)
         _say_whether_scaled(trainer, scaled=True)
         return (loss, outputs) if return_outputs else loss
-    if unlike is not None:  # called by a `compute_loss` of the Trainer's class
+    if unlike is not None:  # called by a ``compute_loss`` of the Trainer's class
         returned: Any = stock(trainer, model, inputs, return_outputs, num_items_in_batch)
         if num_items_in_batch is not None:
             unlike.note_multiplied(returned[0] if return_outputs else returned)

@@ -4,7 +4,7 @@
     own       each rank is given another batch (a DistributedSampler over the world); they are used in turn, one a step
     divided   replicas take different batches, as their schedule file says; decided there
 
-A sampler that shards by rank says which it is: `(number of shards, index)` is the same on all ranks of a replica, or
+A sampler that shards by rank says which it is: ``(number of shards, index)`` is the same on all ranks of a replica, or
 different on each. Where no loader has such a sampler, checksums of the first batches are compared.
 
 Where a loader keeps its parts, described by attribute names, since loaders have no common interface for it.

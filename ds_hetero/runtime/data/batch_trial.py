@@ -1,6 +1,6 @@
 """How many samples a rank has memory for, found by forwards and backwards that leave nothing behind.
 
-    trial = BatchTrial(model)                  # and `trial.note(args, kwargs)` before every forward of training
+    trial = BatchTrial(model)                  # and ``trial.note(args, kwargs)`` before every forward of training
     rows = trial.most(12)                      # 12, or the most of them that did not run out of memory
 
 No other rank takes part: a backward by `torch.autograd.grad` reaches no hook that reduces gradients. Parameters that a

@@ -100,7 +100,7 @@ class NotedCollate:
 
 
 def note_order(dataloader: Any) -> DrawnOrder:
-    """Note the order in which a `DataLoader`, or accelerate's around one, draws from now on: that of all replicas.
+    """Note the order in which a ``DataLoader``, or accelerate's around one, draws from now on: that of all replicas.
 
     Of any other loader, and of a stream that is read by workers, nothing is noted.
     """

@@ -172,7 +172,7 @@ class Fetcher(ABC):
 
     @abstractmethod
     def num_steps(self, batches: WholeBatches, num_skipped: int) -> int:
-        """Steps of an epoch of ``batches`` without the first ``num_skipped``. Raises `TypeError`: it has no length."""
+        """Steps of an epoch of ``batches`` without the first ``num_skipped``. Raises ``TypeError``: no length."""
 
     @abstractmethod
     def progress_after(self, num_steps: int) -> Progress:

@@ -42,7 +42,7 @@ class ShardedLoader:
     StopIteration, begins another. ``len(loader)`` counts the steps of an epoch: the batches of the wrapped loader, or,
     where each rank has its own, of all ranks together. Other attributes (``dataset``, ...) are the wrapped loader's.
 
-    Where the replicas take different batches (`Replica.batch_split`), ``dataloader`` is to be a `DataLoader` of all
+    Where the replicas take different batches (`Replica.batch_split`), ``dataloader`` is to be a ``DataLoader`` of all
     samples, equal on all ranks; its batch size does not matter. Any other iterable is taken to hold this replica's
     micro-batches. Each optimizer step is as many batches on every rank; replicas with fewer are given filler batches, a
     short row in which no label counts. A shuffled loader has to be seeded alike on all ranks.
@@ -51,8 +51,8 @@ class ShardedLoader:
         dataloader: yields mappings; map-style or iterable, or any iterable of batches.
         batches: ``"same"`` if all ranks of a replica are given the same batch, ``"own"`` if each has its own; left
             out, it is detected, and logged by rank 0.
-        plan_ahead: gives what ``placer`` is at the moment; with it, a `DataLoader` is read one fetch ahead, and what it
-            gave is placed in a thread while the step computes. Left out, batches are read and placed when due.
+        plan_ahead: gives what ``placer`` is at the moment; with it, a ``DataLoader`` is read one fetch ahead, and what
+            it gave is placed in a thread while the step computes. Left out, batches are read and placed when due.
 
     Caller: every rank of the world.
     Collectives: once, a short description of every rank's loader over the world, and again if first batches have to be
@@ -64,7 +64,7 @@ class ShardedLoader:
         BatchError: on every rank. When made: the loaders of the ranks contradict each other. In iteration: a batch
             cannot be cut, the ranks do not hold the same one, or the replicas run out at different steps.
         StepError: in iteration, on every rank: a rank has left out a forward, backward or step of the batch before, or
-            is elsewhere, as after a `break` of its own.
+            is elsewhere, as after a ``break`` of its own.
         PeerError: another rank could not read its batch; that rank raises what happened to it.
     """
 

@@ -4,7 +4,7 @@
         # a mean over 11.0, the weights of the labels that count; and a sum times 0.1 divided by num_boxes, 6
 
 A loss is a sum of terms, each a sum over a batch divided by a number: of its elements, of labels that count, of the
-weights of their classes, of boxes. PyTorch's nodes keep that number: `total_weight` of a negative log-likelihood, the
+weights of their classes, of boxes. PyTorch's nodes keep that number: ``total_weight`` of a negative log-likelihood, the
 sizes of a mean, the denominator of a division. So the terms are found by a walk from the loss down through additions
 and multiplications by numbers, to the reductions over the batch. The walk sees a few dozen nodes, never the model.
 
@@ -48,7 +48,7 @@ _SAME_VALUES = frozenset(
         "ViewBackward0",
     }
 )
-_MEANS_OF_ELEMENTS = frozenset(  # with a `reduction`: 0 none, 1 mean, 2 sum (aten/src/ATen/core/Reduction.h)
+_MEANS_OF_ELEMENTS = frozenset(  # with a ``reduction``: 0 none, 1 mean, 2 sum (aten/src/ATen/core/Reduction.h)
     {
         "MseLossBackward0",
         "SmoothL1LossBackward0",
@@ -98,7 +98,7 @@ _OF_PARAMETERS = (  # elementwise, of shape, or products; every tensor that they
     )
 )
 _MOST_OF_PARAMETERS = 64  # nodes of one penalty; more are a model
-_MOST_NODES = 4096  # of all terms: penalties on the weights of some hundred layers
+_MAX_GRAPH_NODES = 4096  # of all terms: penalties on the weights of some hundred layers
 _SCANNED = 12  # nodes below a reduction that are looked at for masks and shapes
 _VARIES = 1e-4  # relative difference from which totals of rows are unlike, beyond rounding in fp32 and softmax
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -232,8 +232,8 @@ def read_terms(loss: Tensor, rows: int, of_trainer: Collection[Node] = ()) -> Lo
         while todo:
             node, way = todo.pop()
             seen += 1
-            if seen > _MOST_NODES:
-                raise _Unreadable(f"has more than {_MOST_NODES} additions and multiplications")
+            if seen > _MAX_GRAPH_NODES:
+                raise _Unreadable(f"has more than {_MAX_GRAPH_NODES} additions and multiplications")
             todo.extend(reversed(list(_visit(node, way, read, rows, of_trainer))))
     except _Unreadable as found:
         read.problem = str(found)

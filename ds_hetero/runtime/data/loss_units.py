@@ -24,7 +24,7 @@ from ds_hetero.runtime.data.shards import IGNORE_INDEX
 from ds_hetero.values.section import SECTION
 
 _FITS, _FITS_HALF = 2e-5, 4e-3  # relative differences of a loss by the order and the type of its sums
-_KEPT = (2, 3)  # labels of the two rows
+_LABELS_OF_ROWS = (2, 3)  # labels of the two rows
 _FEWEST = 6  # labels in a row from which they can be told apart
 
 
@@ -240,7 +240,7 @@ def _unlike_rows(batch: Batch) -> tuple[Batch, bool]:
     if labels is None or labels.dim() != 2 or int(labels.ne(IGNORE_INDEX).sum(dim=1).min()) < _FEWEST:
         return batch, False
     few = torch.full_like(labels, IGNORE_INDEX)
-    for row, kept in enumerate(_KEPT):
+    for row, kept in enumerate(_LABELS_OF_ROWS):
         places = labels[row].ne(IGNORE_INDEX).nonzero()[-kept:, 0]
         few[row, places] = labels[row, places]
     few[0, few[0].ne(IGNORE_INDEX).nonzero()[0]] = IGNORE_INDEX

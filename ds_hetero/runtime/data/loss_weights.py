@@ -25,7 +25,7 @@ from ds_hetero.runtime.data.loss_units import UnitCounts
 from ds_hetero.runtime.data.probe_pace import ProbeTimes
 from ds_hetero.values.section import SECTION
 
-SAME = 1e-6  # relative difference up to which numbers of ranks are equal, by the order of sums in fp32
+RTOL_OF_SUMS = 1e-6  # relative difference up to which numbers of ranks are equal, by the order of sums in fp32
 _WHOLE = 1e-4  # as much as a number differs from a whole one that has an epsilon added, or is a sum of fp32
 
 DivisorKind = Literal["count", "number"]
@@ -145,7 +145,7 @@ def _weigh(
 
 
 def _divides_by(term: Term, number: float) -> bool:
-    return any(math.isclose(one, number, rel_tol=SAME) for one in term.divisors)
+    return any(math.isclose(one, number, rel_tol=RTOL_OF_SUMS) for one in term.divisors)
 
 
 def _counts_of_mean(terms: Sequence[Term], of_ranks: Sequence[RankLoss], name: str) -> list[float]:
@@ -277,7 +277,9 @@ def _refusal(name: str, path: str, what: str) -> ConfigError:
 def _alike(values: Sequence[float]) -> bool:
     """Whether all are one number, up to rounding."""
     return not values or all(
-        one == values[0] or math.isclose(one, values[0], rel_tol=SAME) or (one != one and values[0] != values[0])
+        one == values[0]
+        or math.isclose(one, values[0], rel_tol=RTOL_OF_SUMS)
+        or (one != one and values[0] != values[0])
         for one in values
     )
 
@@ -330,5 +332,5 @@ def explain(divisor: float, statistics: Mapping[str, tuple[float, float]]) -> li
         f"{entry} {what}"
         for entry, values in statistics.items()
         for what, value in zip(("total", "non-zeros"), values, strict=True)
-        if math.isclose(abs(divisor), value, rel_tol=SAME)
+        if math.isclose(abs(divisor), value, rel_tol=RTOL_OF_SUMS)
     ]

@@ -86,7 +86,7 @@ _BY_ROW = frozenset(  # losses that are not reduced, layers, and products of one
     }
 )
 _LINEAR = frozenset({"SumBackward0", "MeanBackward0"})
-_MOST_NODES = 2000
+_MAX_ROW_NODES = 2000
 
 
 def mixing_node(loss: Node, linear: Collection[Node], outputs: Collection[Node], rows: int) -> str | None:
@@ -103,8 +103,8 @@ def mixing_node(loss: Node, linear: Collection[Node], outputs: Collection[Node],
         if node in seen or node in outputs or node.name() == _LEAF:
             continue
         seen.add(node)
-        if len(seen) > _MOST_NODES:
-            return f"more than {_MOST_NODES} operations"
+        if len(seen) > _MAX_ROW_NODES:
+            return f"more than {_MAX_ROW_NODES} operations"
         is_free = node in linear or is_identity(node) or math.prod(_shape(node)) == 1
         if not is_free and (found := _mixes(node, outputs, rows)) is not None:
             return found
@@ -162,7 +162,7 @@ def _reaches(node: Node, outputs: Collection[Node]) -> bool:
         one = todo.pop()
         if one in outputs:
             return True
-        if one in seen or len(seen) > _MOST_NODES:
+        if one in seen or len(seen) > _MAX_ROW_NODES:
             continue
         seen.add(one)
         todo += [below for below, _ in one.next_functions if below is not None]

@@ -83,7 +83,7 @@ class SampleLoader(LoaderAround):
     An epoch whose first batch is drawn in ``eval()`` yields the wrapped loader's batches as they are.
 
     Args:
-        dataloader: a `DataLoader` of all samples, the same on every rank, whose batch size does not matter; any other
+        dataloader: a ``DataLoader`` of all samples, the same on every rank, whose batch size does not matter; any other
             iterable is taken to hold this rank's micro-batches, all full.
         trainee: the module, with the batches of all ranks.
         is_of_rank: see `replica_samples`.

@@ -29,14 +29,14 @@ from torch.autograd.graph import Node
 from ds_hetero.errors import ModelError
 from ds_hetero.runtime.data.loss_graph import LossTerms, Term, on_nodes, read_terms
 from ds_hetero.runtime.data.loss_units import Batch, UnitCounts, loss_in, take_rows, tensors_in
-from ds_hetero.runtime.data.loss_weights import SAME, DivisorKind
+from ds_hetero.runtime.data.loss_weights import RTOL_OF_SUMS, DivisorKind
 from ds_hetero.values.section import SECTION
 
 # Relative differences of results by the order and the type of their sums; those of a half type are of the larger.
-_SAME, _SAME_HALF = 1e-4, 2e-2
+_RTOL_OF_ROWS, _RTOL_OF_HALF_ROWS = 1e-4, 2e-2
 _MOST_PARAMETERS = 24  # the smallest, whose gradients are looked at
 _SMALL = 0.01  # norm of a gradient beside the largest: below are rounding, as of the biases of keys, which have none
-_SEEDS = 4  # by which samples are mixed; two rows are left as they are by every second permutation
+_NUM_DRAWS = 4  # by which samples are mixed; two rows are left as they are by every second permutation
 _MOST_NAMED = 20_000  # nodes of a graph whose kinds are noted
 
 
@@ -81,8 +81,8 @@ def probe_samples(
         run: outputs of the model of a batch, or its loss.
         after_run: called after every forward and its backward, which reaches a few parameters only.
 
-    Caller: every rank that shares parameters of the model; 3 + 4 `_SEEDS` forwards of two samples, and backwards to a
-        few parameters of those that return a loss.
+    Caller: every rank that shares parameters of the model; 3 + 4 `_NUM_DRAWS` forwards of two samples, and backwards to
+        a few parameters of those that return a loss.
     """
     is_split = any(one.dim() and one.shape[0] == rows for one in tensors_in(batch))
     last = rows - 1
@@ -102,7 +102,7 @@ def probe_samples(
         twice, once, again = result([0, 0]), result([0]), result([0], 1)
     found = SampleFindings()
     _find_divisors(found, twice, once)
-    for seed in range(_SEEDS):
+    for seed in range(_NUM_DRAWS):
         runs = [result(chosen, seed) for chosen in ([0, 0], [last, last], [0, last], [last, 0])]
         found.mixed = found.mixed or _mixed_outputs(runs[0], runs[1], runs[2], once) or _mixed_loss(found, *runs)
     if once.loss == again.loss:  # and not by chance in evaluation too, of which two rows draw other than one
@@ -205,7 +205,7 @@ def _named(entry: object, name: str = "output") -> Iterator[tuple[str, Tensor]]:
 
 def _mixed_outputs(first: _Run, second: _Run, mixed: _Run, once: _Run) -> str | None:
     """An output of which a row is another beside other rows."""
-    same = _SAME_HALF if mixed.is_half else _SAME
+    same = _RTOL_OF_HALF_ROWS if mixed.is_half else _RTOL_OF_ROWS
     for name, both in mixed.outputs.items():
         alone = once.outputs.get(name)
         if both.shape[0] != 2 or alone is None or alone.shape[0] != 1:
@@ -231,7 +231,7 @@ def _mixed_loss(found: SampleFindings, *runs: _Run) -> str | None:
     if any(run.loss is None for run in runs):
         return None
     parts = [run.gradients for run in runs]
-    tolerance = _SAME_HALF if runs[0].is_half else _SAME
+    tolerance = _RTOL_OF_HALF_ROWS if runs[0].is_half else _RTOL_OF_ROWS
     if not all(run.can_tell for run in runs) or len({_paths(run) for run in runs}) > 1 or any(p is None for p in parts):
         losses = [[getattr(run.counts, unit) * (run.loss or 0.0) for run in runs] for unit in UnitCounts._fields]
         found.is_open |= not any(
@@ -266,9 +266,9 @@ def _find_divisors(found: SampleFindings, twice: _Run, once: _Run) -> None:
         if both.kind != "sum" or not both.has_factor or both.path != one.path or not both.factor or not one.factor:
             continue
         wide, narrow = 1 / both.factor, 1 / one.factor
-        if abs(wide - 2 * narrow) <= SAME * abs(wide):
+        if abs(wide - 2 * narrow) <= RTOL_OF_SUMS * abs(wide):
             found.divisors[both.path] = "count"
-        elif abs(wide - narrow) <= SAME * abs(wide) and abs(wide) != 1:
+        elif abs(wide - narrow) <= RTOL_OF_SUMS * abs(wide) and abs(wide) != 1:
             found.divisors[both.path] = "number"
 
 
@@ -276,7 +276,7 @@ def _no_total(twice: _Run, once: _Run) -> str | None:
     """A loss of a row twice whose totals are not twice those of the row."""
     if twice.gradients is None or once.gradients is None or _paths(twice) != _paths(once):
         return None
-    tolerance = _SAME_HALF if twice.is_half else _SAME
+    tolerance = _RTOL_OF_HALF_ROWS if twice.is_half else _RTOL_OF_ROWS
     floor = _SMALL * max((norm for _, norm in twice.gradients), default=0.0)
     for (both, norm), (one, _) in zip(twice.gradients, once.gradients, strict=True):
         if abs(both - 2 * one) > tolerance * max(norm, floor):

@@ -145,7 +145,7 @@ class ReplicaSampler(_Steps, Sampler[list[int]]):
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch, of all replicas. Raises `TypeError`: the batch sampler does not show how many."""
+        """Samples of an epoch, of all replicas. Raises ``TypeError``: the batch sampler does not show how many."""
         size = getattr(self.batch_sampler, "batch_size", None)
         if self.sampler is None or not isinstance(size, int):
             raise TypeError(f"{type(self.batch_sampler).__name__} does not show how many samples it yields")
@@ -177,7 +177,7 @@ class ReplicaStream(_Steps, IterableDataset[Any]):
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch, of all replicas. Raises `TypeError`: the dataset has no length."""
+        """Samples of an epoch, of all replicas. Raises ``TypeError``: the dataset has no length."""
         samples = len(self.dataset)
         return samples - samples % self.batch_size if self.drop_last else samples
 
@@ -185,7 +185,7 @@ class ReplicaStream(_Steps, IterableDataset[Any]):
 def replica_samples(
     dataloader: DataLoader[Any], split: BatchSplit, replica: int, *, is_of_rank: bool = False
 ) -> DataLoader[Any]:
-    """A loader like ``dataloader``, a plain `DataLoader`, that yields this replica's micro-batches.
+    """A loader like ``dataloader``, a plain ``DataLoader``, that yields this replica's micro-batches.
 
     Args:
         is_of_rank: its batch size is a rank's, so that ``drop_last`` leaves out what fills no micro-step of all ranks.
@@ -239,7 +239,7 @@ def reader_inside(dataloader: Any) -> ReplicaSampler | ReplicaStream | None:
 
 
 def steps_in_epoch(reader: ReplicaSampler | ReplicaStream) -> int:
-    """Optimizer steps of an epoch. Raises `TypeError`: the number of samples is not known."""
+    """Optimizer steps of an epoch. Raises ``TypeError``: the number of samples is not known."""
     return -(-reader.num_samples // reader.split.samples)
 
 

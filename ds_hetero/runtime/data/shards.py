@@ -5,7 +5,7 @@ What happens to an entry is decided by what it is:
     input_ids, inputs_embeds    cut; one of them must be there and gives B and L
     position_ids                cut; 0 .. L - 1 is made where missing; [L] and [1, L] are spread over the batch
     attention_mask              cut; [B, L] only
-    labels                      moved left by one over the whole sequence, -100 at its end, and cut: `shift_labels`
+    labels                      moved left by one over the whole sequence, -100 at its end, and cut: ``shift_labels``
     shift_labels                cut as given; `labels` beside it are not moved again
     any other tensor            cut if its first two dimensions are B and L (token_type_ids, seq_idx), else given whole
                                 to every rank (cu_seq_lens_q, pixel_values)
@@ -306,11 +306,11 @@ def shard_fingerprint(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} #{checksum:08x}"
 
 
-_KEPT = 64  # a loop draws the micro-batches of an optimizer step before it runs them
+_SHARDS_REMEMBERED = 64  # a loop draws the micro-batches of an optimizer step before it runs them
 _PRIME = 1_000_003
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
-_recent: deque[tuple[tuple[int, ...], int]] = deque(maxlen=_KEPT)
+_recent: deque[tuple[tuple[int, ...], int]] = deque(maxlen=_SHARDS_REMEMBERED)
 
 
 def note_shard(shard: Batch) -> None:

@@ -2,7 +2,7 @@
 
 Heads are traded for tokens: every rank gives its tokens of all heads and gets all tokens of its own heads, in the order
 of the sequence; the kernel runs on them as it is, document by document; the outputs travel back. Or, where states can
-be passed on and that moves fewer bytes, every rank keeps its tokens (`state_passing`). Either way any kernel serves,
+be passed on and that moves fewer bytes, every rank keeps its tokens (`pass_states`). Either way any kernel serves,
 and any placement.
 
 Dimension key: B batch, s this rank's tokens, L tokens of the whole sequence, H heads, h those of this rank.

@@ -1,7 +1,7 @@
 """Effect of every key of the "heterogeneity" section in a stage of pipelines, by how its ranks share the work.
 
-One list: the refusal at the start of a job, the search and the table in docs/pipelines.md read it, and a test holds
-the cost model of stages to it.
+It is one list. The refusal at the start of a job, the search and the table in docs/pipelines.md read it, and a test
+holds the cost model of stages to it.
 """
 
 from __future__ import annotations

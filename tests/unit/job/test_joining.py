@@ -8,7 +8,7 @@ from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cluster.notation import read_notation
 from ds_hetero.cost import Workload
 from ds_hetero.decision.decide import forecast
-from ds_hetero.job.joining import LEAST_GAIN, gain_of_joining
+from ds_hetero.job.joining import LEAST_GAIN_OF_JOINING, gain_of_joining
 from ds_hetero.models import load_model
 from ds_hetero.planner.planning import plan
 
@@ -33,7 +33,7 @@ def _start(gpus, network, seq_len=32768):
 )
 def test_machines_pay_where_steps_become_shorter(network, cards, seq_len, pays):
     gain = gain_of_joining(_start("4090 | 4090", network, seq_len), cards)
-    assert gain is not None and (gain >= LEAST_GAIN) == pays, gain
+    assert gain is not None and (gain >= LEAST_GAIN_OF_JOINING) == pays, gain
 
 
 @pytest.mark.parametrize(

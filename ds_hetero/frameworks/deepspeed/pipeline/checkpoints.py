@@ -240,7 +240,7 @@ class Consolidated:
 def consolidate(
     checkpoint: Path, tag: str | None, out: Path, dtype: torch.dtype | None = None, file_bytes: int = FILE_BYTES
 ) -> Consolidated:
-    """Write the weights of a checkpoint of pipelines, and its configuration, as `from_pretrained` reads them.
+    """Write the weights of a checkpoint of pipelines, and its configuration, as ``from_pretrained`` reads them.
 
     One file's tensors are in memory at a time.
 

@@ -26,7 +26,7 @@ from ds_hetero.runtime.loss import load_balancing_loss
 
 _NAME = "load_balancing_loss_func"
 _MARK = "ds_hetero_forward"
-_NODES_SEARCHED = 4  # of the graph above router logits
+_NODES_ABOVE_LOGITS = 4  # of the graph above router logits
 
 _opened: Counter[str] = Counter()  # file: models that use its door
 
@@ -76,7 +76,7 @@ def _forward_of(logits: Tensor) -> ShardedForward | None:
     """The forward that `mark_router_logits` has marked router logits with."""
     forward: ShardedForward | None = getattr(logits, _MARK, None)
     node = logits.grad_fn
-    for _ in range(_NODES_SEARCHED):
+    for _ in range(_NODES_ABOVE_LOGITS):
         if forward is not None or node is None:
             break
         forward = cast("Entries", node.metadata).get(_MARK)

@@ -46,7 +46,7 @@ def empty_model(folder: str | Path, **options: object) -> nn.Module:
     """Build a folder's causal language model on the meta device. Raises `ModelError`: no folder or safetensors.
 
     Args:
-        folder: with config.json and safetensors, as `save_pretrained` writes it.
+        folder: with config.json and safetensors, as ``save_pretrained`` writes it.
         options: of `transformers.AutoModelForCausalLM.from_config`, such as ``attn_implementation`` and ``dtype``.
     """
     import transformers
@@ -218,7 +218,7 @@ _SINGLE = "model.safetensors"
 
 
 class StoredWeights:
-    """Tensors in a folder of `save_pretrained`, in files with an index. Raises `ModelError`: it cannot be read."""
+    """Tensors in a folder of ``save_pretrained``, in files with an index. Raises `ModelError`: it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -167,7 +167,7 @@ class StageModel:
         return frozenset(name for name, parameter in self.parameters().items() if id(parameter) in ids)
 
     def save_pretrained(self, folder: str) -> None:
-        """Write the weights of all stages, and the configuration, as `from_pretrained` of transformers reads them.
+        """Write the weights of all stages, and the configuration, as ``from_pretrained`` of transformers reads them.
 
         Args:
             folder: that all ranks see.

@@ -1,6 +1,6 @@
 """torch's own fused operators on CUDA: flash for fp16 and bf16 from Ampere on, memory-efficient for the rest.
 
-Both are the operators behind `scaled_dot_product_attention`, called directly because only so they take a window and
+Both are the operators behind ``scaled_dot_product_attention``, called directly because only so they take a window and
 hand out the log-sum-exp. They read [B, tokens, heads, D].
 """
 
@@ -150,7 +150,7 @@ def efficient_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: 
 
 
 # The operator also knows windows, but its backward counts them from another diagonal than its forward unless the block
-# is square. `CustomMaskType` in torch's sdp_utils_cpp.h.
+# is square. ``CustomMaskType`` in torch's sdp_utils_cpp.h.
 _MASK_TYPES = {FULL: 0, CAUSAL: 1}
 
 
