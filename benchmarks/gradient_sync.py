@@ -43,7 +43,7 @@ from benchmarks.measure.results import FOLDER, header, write
 from benchmarks.measure.statistics import compare
 from benchmarks.measure.traffic import Traffic
 from ds_hetero.gradient_sync import AsymmetricGradientSync, tensor_parallel_layouts
-from ds_hetero.gradient_sync.transfers import local_tensor
+from ds_hetero.gradient_sync.shards import local_tensor
 
 RESULT = FOLDER / "gradient_sync.json"
 LINKS = {"1gbit": 1e9, "10gbit": 1e10}

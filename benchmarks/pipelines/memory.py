@@ -20,7 +20,7 @@ from benchmarks.emulation.emulator import RankLab
 from benchmarks.measure.allocations import peak_allocations
 from benchmarks.pipelines.plans import Candidate
 from benchmarks.pipelines.run import Contest, cluster_of, of_rank_0
-from ds_hetero.gradient_sync.transfers import local_tensor
+from ds_hetero.gradient_sync.shards import local_tensor
 
 _REPEATS = 3
 

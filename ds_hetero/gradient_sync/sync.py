@@ -24,15 +24,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from ds_hetero.errors import SyncError
-from ds_hetero.gradient_sync.transfers import (
-    BucketDtypes,
-    BucketTransfer,
-    Shard,
-    agree,
-    local_tensor,
-    replicas_of,
-    token_weights,
-)
+from ds_hetero.gradient_sync.agreement import agree, replicas_of
+from ds_hetero.gradient_sync.bucket_transfer import BucketDtypes, BucketTransfer
+from ds_hetero.gradient_sync.replica_weights import token_weights
+from ds_hetero.gradient_sync.shards import Shard, local_tensor
 from ds_hetero.runtime.backends import message_device
 from ds_hetero.runtime.peers.board import default_group
 from ds_hetero.runtime.peers.watch import waiting_for_peers

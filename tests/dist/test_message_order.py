@@ -30,7 +30,7 @@ from benchmarks.proof.messages import (
 )
 from benchmarks.proof.recording import recording
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
-from ds_hetero.gradient_sync.transfers import BucketTransfer
+from ds_hetero.gradient_sync.bucket_transfer import BucketTransfer
 from ds_hetero.runtime import replica as replica_module
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch, batch_layout

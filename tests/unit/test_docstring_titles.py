@@ -44,7 +44,6 @@ TWO_SUBJECTS = frozenset(
         "ds_hetero.frameworks.transformers.stages.parts",
         "ds_hetero.frameworks.transformers.stages.stage_model",
         "ds_hetero.frameworks.trl.adapter",
-        "ds_hetero.gradient_sync.transfers",
         "ds_hetero.job.checkpoints",
         "ds_hetero.job.documents",
         "ds_hetero.job.monitor",

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.protocols import CheckpointEngine, Engine, State
-from ds_hetero.gradient_sync.transfers import local_tensor
+from ds_hetero.gradient_sync.shards import local_tensor
 
 _TAG = "memory"
 _SAMPLES = 64  # elements of each parameter

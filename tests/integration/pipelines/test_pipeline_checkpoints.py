@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_hetero.gradient_sync.transfers import whole_parameter
+from ds_hetero.gradient_sync.shards import whole_parameter
 from tests.integration.pipelines.test_pipelines import (
     ALONE,
     PLANS,

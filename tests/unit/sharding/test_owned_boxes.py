@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from ds_hetero.gradient_sync.transfers import _view
+from ds_hetero.gradient_sync.relayout import _view
 from ds_hetero.sharding.gradient_chunks import box_size, overlaps
 
 

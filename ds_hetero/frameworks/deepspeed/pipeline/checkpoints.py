@@ -29,7 +29,7 @@ from ds_hetero.frameworks.deepspeed.loading import expect_one_save
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.protocols import Content, State
 from ds_hetero.frameworks.deepspeed.saving import restore_random_states, save_whole
-from ds_hetero.gradient_sync.transfers import local_tensor, whole_parameter
+from ds_hetero.gradient_sync.shards import local_tensor, whole_parameter
 from ds_hetero.job.checkpoints import (
     changed_parts,
     expect_finished,

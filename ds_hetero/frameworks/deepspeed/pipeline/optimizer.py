@@ -26,7 +26,8 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.protocols import Content, State
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
-from ds_hetero.gradient_sync.transfers import held_box, local_tensor, move_owned
+from ds_hetero.gradient_sync.relayout import move_owned
+from ds_hetero.gradient_sync.shards import held_box, local_tensor
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.watch import waiting_for_peers

@@ -27,7 +27,7 @@ from ds_hetero.common.reading import read_file
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
-from ds_hetero.gradient_sync.transfers import held_box
+from ds_hetero.gradient_sync.shards import held_box
 from ds_hetero.runtime.data.shards import Entries
 
 _FILLED = "_is_hf_initialized"  # what transformers' initialization leaves alone
