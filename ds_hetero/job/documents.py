@@ -18,8 +18,8 @@ from ds_hetero.common.text import announce
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.decision.decide import Forecast, JobStart
 from ds_hetero.errors import HeteroError
+from ds_hetero.job.rank_times import RankTimes
 from ds_hetero.job.start import World
-from ds_hetero.job.times import RankTimes
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.document_search.placement_loads import placement_loads
 from ds_hetero.planner.documents import (

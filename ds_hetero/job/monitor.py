@@ -30,22 +30,15 @@ from ds_hetero.common.text import announce, time_text
 from ds_hetero.decision.decide import Forecast, JobStart
 from ds_hetero.errors import HeteroError
 from ds_hetero.job.documents import CostRenewal, DocumentZones
+from ds_hetero.job.job_times import JobTimes, times_of_passes, utilizations
+from ds_hetero.job.pipeline_times import common_steps
+from ds_hetero.job.rank_times import RECENT_STEPS, RankTimes, peak_flops_per_s
 from ds_hetero.job.replanning import Replanning
 from ds_hetero.job.run_record import RunRecord, Snapshot
 from ds_hetero.job.start import World
 from ds_hetero.job.stragglers import Stragglers, scores
-from ds_hetero.job.times import (
-    RECENT_STEPS,
-    JobTimes,
-    RankTimes,
-    RankUnitCosts,
-    common_steps,
-    events,
-    peak_flops_per_s,
-    times_of_passes,
-    times_table,
-    utilizations,
-)
+from ds_hetero.job.times_report import events, times_table
+from ds_hetero.job.unit_cost import RankUnitCosts
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.collectives import all_gather_bytes
 from ds_hetero.runtime.devices import default_device, possible_growth

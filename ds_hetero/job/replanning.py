@@ -11,8 +11,8 @@ from ds_hetero.common.reading import JsonDict, JsonObject, shortened
 from ds_hetero.common.text import announce
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.errors import HeteroError, PlanError
+from ds_hetero.job.job_times import JobTimes, observation_of
 from ds_hetero.job.start import World
-from ds_hetero.job.times import JobTimes, observation_of
 from ds_hetero.planner.replan.planned import Replanner
 from ds_hetero.planner.replan.policy import Observation
 from ds_hetero.values.plans import Plan, read_plan

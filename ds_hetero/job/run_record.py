@@ -25,9 +25,10 @@ from ds_hetero.common.text import announce
 from ds_hetero.decision.decide import COST_MODEL, JobStart
 from ds_hetero.decision.decide_pipelines import pipelines_workload
 from ds_hetero.errors import HeteroError
+from ds_hetero.job.job_times import JobTimes, planned_step_s
+from ds_hetero.job.rank_times import RankTimes
 from ds_hetero.job.replanning import PlanChange
 from ds_hetero.job.start import World
-from ds_hetero.job.times import JobTimes, RankTimes, planned_step_s
 from ds_hetero.reporting.described_plan import PlanScenario
 from ds_hetero.reporting.run_file import MAX_TRACED, MeasuredRank, RunFile, TracedRange, write_run
 from ds_hetero.runtime.devices import default_device

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 from ds_hetero.common.reading import MAX_STEPS, JsonDict
 from ds_hetero.decision.batches import balanced_batches
-from ds_hetero.job.times import JobTimes, MeasuredPipeline
+from ds_hetero.job.job_times import JobTimes
+from ds_hetero.job.pipeline_times import MeasuredPipeline
 from ds_hetero.planner.replan.stage_layers import PipelineSpeeds, StageSpeed, best_layers, pipeline_s, with_layers
 from ds_hetero.values.plans import BatchSplit, Plan
 from ds_hetero.values.section import HeterogeneitySection

@@ -3,7 +3,7 @@
 A rank's score is the computing time of a typical rank over its own, at most 1: a rank of score 0.7 computes for 1 / 0.7
 of the time that the others do, and they wait for it. Typical is the median of the ranks that have work, the faster one
 of two. Computing time is that of attention and of the rest of forward and backward, without any waiting; a rank's own
-is its median over the latest steps, see `ds_hetero.job.times.RECENT_STEPS`.
+is its median over the latest steps, see `ds_hetero.job.rank_times.RECENT_STEPS`.
 
 A rank is a straggler when two observations in a row put it at least 10 % behind, or one 20 %. With 5 % of noise per
 step the medians of ten steps have 2 %, so that chance alone puts hardly a rank there once.
@@ -16,7 +16,8 @@ from statistics import median_low
 from typing import NamedTuple
 
 from ds_hetero.common.text import time_text
-from ds_hetero.job.times import RECENT_STEPS, JobTimes
+from ds_hetero.job.job_times import JobTimes
+from ds_hetero.job.rank_times import RECENT_STEPS
 
 BEHIND = 0.9  # score below which a rank is behind
 FAR_BEHIND = 0.8  # below which one observation is enough

@@ -26,7 +26,7 @@ Alike in both:
 On CUDA a moment is an event on the current stream, read after it has happened, so waiting for another rank counts
 where the stream waits. Elsewhere it is the wall clock of the computing thread. A phase inside another one, or on a
 stream other than the forward's, gets its name in the trace but no time of its own. Moments of different ranks are on
-clocks of their own; `ds_hetero.job.times` brings them together.
+clocks of their own; `ds_hetero.job.pipeline_times` brings them together.
 """
 
 from __future__ import annotations

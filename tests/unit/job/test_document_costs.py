@@ -8,7 +8,8 @@ from math import inf
 import pytest
 
 from ds_hetero.job.documents import measured_costs, predicted_gain_of_documents
-from ds_hetero.job.times import RankTimes, RankUnitCosts
+from ds_hetero.job.rank_times import RankTimes
+from ds_hetero.job.unit_cost import RankUnitCosts
 from ds_hetero.models import load_model
 from ds_hetero.planner.documents import UnitCosts as DocumentCosts
 from ds_hetero.runtime.step_clock import StepTimes

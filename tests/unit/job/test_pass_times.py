@@ -7,16 +7,12 @@ from math import inf
 import pytest
 
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
-from ds_hetero.job.times import (
-    PHASES,
-    RankTimes,
-    RankUnitCosts,
-    common_steps,
-    measure_pipeline,
-    times_of_passes,
-    times_table,
-)
-from ds_hetero.job.times import events as events_of
+from ds_hetero.job.job_times import times_of_passes
+from ds_hetero.job.pipeline_times import common_steps, measure_pipeline
+from ds_hetero.job.rank_times import PHASES, RankTimes
+from ds_hetero.job.times_report import events as events_of
+from ds_hetero.job.times_report import times_table
+from ds_hetero.job.unit_cost import RankUnitCosts
 from ds_hetero.runtime.step_clock import PassTimes, StepTimes
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 from ds_hetero.values.plans.timetable import FORWARD, one_f_one_b

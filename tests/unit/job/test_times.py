@@ -9,16 +9,10 @@ import pytest
 
 from ds_hetero.cluster import load_cluster
 from ds_hetero.cost import Workload, make_cost_model
-from ds_hetero.job.times import (
-    SHARES,
-    JobTimes,
-    RankTimes,
-    RankUnitCosts,
-    events,
-    observation_of,
-    times_table,
-    utilizations,
-)
+from ds_hetero.job.job_times import JobTimes, observation_of, utilizations
+from ds_hetero.job.rank_times import SHARES, RankTimes
+from ds_hetero.job.times_report import events, times_table
+from ds_hetero.job.unit_cost import RankUnitCosts
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
 from ds_hetero.planner.replan.planned import PlannedEstimates

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hetero.job.times import UnitCost
+from ds_hetero.job.unit_cost import UnitCost
 from ds_hetero.planner.replan.planned import ProportionalEstimate, attention_shares
 from ds_hetero.planner.replan.policy import Observation, Policy, ProposedChange, mean_observation
 from ds_hetero.values.baselines import ring, ulysses, usp

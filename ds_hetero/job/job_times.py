@@ -1,0 +1,99 @@
+"""Times of the job in one observation: of all ranks, of all pipelines, and against the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
+
+from ds_hetero.job.pipeline_times import MeasuredPipeline, Steps, measure_pipeline, phases_of_rank
+from ds_hetero.job.rank_times import PHASES, SHARES, RankTimes, sums_of
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.planner.replan.policy import Observation
+from ds_hetero.values.plans import Pipeline, Plan
+
+
+class JobTimes(NamedTuple):
+    """Times of the job in one observation."""
+
+    ranks: Sequence[RankTimes]
+    pipelines: Sequence[MeasuredPipeline] = ()  # all, where stages wait for each other; else none
+
+    @property
+    def step_s(self) -> float:
+        """A step of the slowest rank."""
+        return max(rank.step_s / rank.steps for rank in self.ranks)
+
+    @property
+    def imbalance(self) -> float:
+        """Computing time of the busiest rank over the mean; 1 is balanced."""
+        own = [rank.own_s for rank in self.ranks]
+        return max(own) * len(own) / sum(own) if any(own) else 1.0
+
+    @property
+    def parts_of_step(self) -> tuple[str, ...]:
+        """Names of the shares of a step that ranks have."""
+        return PHASES if self.pipelines else SHARES
+
+    def tokens_per_s(self, plan: Plan) -> float:
+        """Tokens of the job: of every rank of pipelines' first stages, of one rank where those are tensor-parallel."""
+        first = [pipeline.stages[0] for pipeline in plan.pipelines]
+        readers = [rank for stage in first for rank in (stage.ranks if stage.inner == "sequence" else stage.ranks[:1])]
+        return sum(self.ranks[rank].tokens_per_s for rank in readers)
+
+
+def observation_of(ranks: Sequence[RankTimes]) -> Observation:
+    """Return the observation of one replica, from the times of its ranks."""
+    return Observation(
+        attention_flops=tuple(rank.attention_flops / rank.steps for rank in ranks),
+        tokens=tuple(rank.tokens / rank.steps for rank in ranks),
+        attention_s_per_flop=tuple(rank.attention_s_per_flop or None for rank in ranks),
+        model_s_per_token=tuple(rank.model_s_per_token or None for rank in ranks),
+        error=tuple(rank.error for rank in ranks),
+        growth=tuple(rank.growth for rank in ranks),
+        step_s=max(rank.step_s / rank.steps for rank in ranks),
+        length=round(median(rank.length for rank in ranks)),
+    )
+
+
+def planned_step_s(plan: Plan) -> float | None:
+    """Predicted time of a step in the plan file, if it is there."""
+    said: Any = (plan.predicted or {}).get("step_s")
+    return float(said) if isinstance(said, int | float) and said > 0 else None
+
+
+def times_of_passes(plan: Plan, ranks: Sequence[RankTimes], steps: Sequence[Steps]) -> JobTimes:
+    """Return where the time of pipelines went; ``ranks``: what each says, whatever steps it has finished."""
+    phases = [dict.fromkeys(("forward_s", "backward_s", "hop_s", "bubble_s"), 0.0) for _ in ranks]
+    for step in steps:
+        for rank, times in step.items():
+            if plan.place_of(rank) is None:  # it has no stage, and waits for the others
+                phases[rank]["bubble_s"] += times.joined_s
+        for pipeline, j, rank in _places(plan):
+            for name, seconds in phases_of_rank(pipeline, j, rank, step).items():
+                phases[rank][name] += seconds
+    of_ranks = []
+    for rank, times in enumerate(ranks):
+        sums = sums_of([step[rank] for step in steps])
+        of_ranks.append(replace(times, steps=len(steps), **sums, **phases[rank]))
+    return JobTimes(of_ranks, [measure_pipeline(pipeline, steps) for pipeline in plan.pipelines])
+
+
+def _places(plan: Plan) -> Iterator[tuple[Pipeline, int, int]]:
+    """Every rank of a stage, with its pipeline and the number of the stage."""
+    for pipeline in plan.pipelines:
+        for j, stage in enumerate(pipeline.stages):
+            for rank in stage.ranks:
+                yield pipeline, j, rank
+
+
+def utilizations(seen: JobTimes, model: ModelSpec | None, peaks: Sequence[float]) -> list[float | None]:
+    """See `RankTimes.model_flops_utilization`; None for every rank of pipelines, which have a part of the model.
+
+    Args:
+        model: what is trained; None where no cost model describes it.
+        peaks: peak rates of the devices, 0 where unknown.
+    """
+    model = None if seen.pipelines else model
+    return [rank.model_flops_utilization(model, peak) for rank, peak in zip(seen.ranks, peaks, strict=True)]

@@ -1,0 +1,158 @@
+"""Times of one rank: where its steps go, and what a unit of its work costs.
+
+    replicas     attention, model, all_to_all, ring_wait, idle      `SHARES`
+    pipelines    forward, backward, hop, bubble, sync               `PHASES`, see `ds_hetero.job.pipeline_times`
+
+What they leave is the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import hypot
+from statistics import median
+
+import torch
+
+from ds_hetero.cluster.catalogue import CATALOGUE
+from ds_hetero.cluster.names import catalogue_name
+from ds_hetero.job.unit_cost import RankUnitCosts
+from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.runtime.step_clock import StepTimes
+
+SHARES = ("attention", "model", "all_to_all", "ring_wait", "idle")
+"""Of a step of replicas; what they leave is ``"rest"``."""
+PHASES = ("forward", "backward", "hop", "bubble", "sync")
+"""Of a step of pipelines, see `ds_hetero.job.pipeline_times`; what they leave is ``"rest"``."""
+RECENT_STEPS = 10  # that minima, medians and maxima are of
+# 4 operations forward and 8 backward per pair and element of a head count as useful (PaLM, arXiv:2204.02311,
+# appendix B), of the 10 that a backward computes without the scores.
+_USEFUL_PER_BACKWARD = 12 / 10
+_MATMUL_FLOPS = 6  # forward and backward, per parameter and token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """Sums over ``steps`` steps of one rank, see `StepTimes`, and what a unit of its work costs it."""
+
+    steps: float
+    step_s: float
+    attention_s: float
+    model_s: float
+    all_to_all_s: float
+    ring_wait_s: float
+    idle_s: float
+    sync_s: float
+    attention_flops: float
+    attention_backward_flops: float
+    tokens: float
+    length: float  # median of the longest sequence of a step
+    attention_s_per_flop: float  # see `Observation`; 0 stands for None
+    model_s_per_token: float  # likewise
+    error: float  # see `Observation`
+    growth: float  # see `Observation`
+    peak_flops_per_s: float  # of the device, 0 where it is not known
+    own_min_s: float  # shortest computing time of the latest steps, at most `RECENT_STEPS`
+    own_median_s: float
+    own_max_s: float
+    forward_s: float = 0.0  # of passes of pipelines, likewise those that follow
+    backward_s: float = 0.0  # likewise
+    hop_s: float = 0.0  # packing and sending, and waiting for what the neighbour had computed already
+    bubble_s: float = 0.0  # waiting for a neighbour that still computed, and for the slowest rank at the passes' end
+
+    @classmethod
+    def of(
+        cls,
+        steps: Sequence[StepTimes],
+        unit_costs: RankUnitCosts,
+        growth: float,
+        peak_flops_per_s: float,
+        recent_s: Sequence[float],
+    ) -> RankTimes:
+        """Sum up steps of this rank.
+
+        Args:
+            unit_costs: which have been given the same steps.
+            growth: by what factor the work on the rank may grow before its memory is full.
+            peak_flops_per_s: of the device, 0 where it is not known.
+            recent_s: computing time of the latest steps, see `own_s`.
+        """
+        (per_flop, flop_error), (per_token, token_error) = unit_costs.attention.take(), unit_costs.model.take()
+        summed = sums_of(steps)
+        own_s = summed["attention_s"] + summed["model_s"]
+        error_s = hypot(flop_error * summed["attention_s"], token_error * summed["model_s"])
+        return cls(
+            **summed,
+            steps=len(steps),
+            length=median(step.length for step in steps) if steps else 0.0,
+            attention_s_per_flop=per_flop or 0.0,
+            model_s_per_token=per_token or 0.0,
+            error=error_s / own_s if own_s else 0.0,
+            growth=growth,
+            peak_flops_per_s=peak_flops_per_s,
+            own_min_s=min(recent_s, default=0.0),
+            own_median_s=median(recent_s) if recent_s else 0.0,
+            own_max_s=max(recent_s, default=0.0),
+        )
+
+    def __add__(self, later: RankTimes) -> RankTimes:
+        sums = {name: getattr(self, name) + getattr(later, name) for name in ("steps", *_SUMMED, *_OF_PASSES)}
+        latest = {f.name: getattr(later, f.name) for f in fields(later) if f.name not in sums}
+        return RankTimes(**sums, **latest)
+
+    def shares(self, names: Sequence[str]) -> dict[str, float]:
+        """Shares of the steps' time by `SHARES` or `PHASES`, and the ``"rest"``; they add up to 1."""
+        shares = {name: getattr(self, f"{name}_s") / self.step_s for name in names}
+        return {**shares, "rest": 1 - sum(shares.values())}
+
+    @property
+    def own_s(self) -> float:
+        """Seconds that the rank computes in a step, as far as they grow with its share."""
+        return (self.attention_s + self.model_s) / self.steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of this rank."""
+        return self.tokens / self.step_s
+
+    def model_flops_utilization(self, model: ModelSpec | None, peak_flops_per_s: float) -> float | None:
+        """Useful operations of this rank per second, over the peak of its device; None where either is not known.
+
+        Useful are those of the model with causality counted, each once, however often they are computed.
+        """
+        peak = peak_flops_per_s or self.peak_flops_per_s
+        if model is None or not peak:
+            return None
+        per_token = model.num_layers * model.active_layer_parameters + model.hidden_size * model.vocab_size
+        useful = _MATMUL_FLOPS * per_token * self.tokens + _USEFUL_PER_BACKWARD * self.attention_backward_flops
+        return useful / self.step_s / peak
+
+
+_SUMMED = (
+    "step_s",
+    "attention_s",
+    "model_s",
+    "all_to_all_s",
+    "ring_wait_s",
+    "idle_s",
+    "sync_s",
+    "attention_flops",
+    "attention_backward_flops",
+    "tokens",
+)
+_OF_PASSES = ("forward_s", "backward_s", "hop_s", "bubble_s")
+
+
+def sums_of(steps: Sequence[StepTimes]) -> dict[str, float]:
+    """Sums over steps of one rank, by the fields of `RankTimes`."""
+    return {name: float(sum(getattr(step, name) for step in steps)) for name in _SUMMED}
+
+
+def peak_flops_per_s(device: torch.device) -> float:
+    """The catalogue's for this device, 0 where it has none."""
+    if device.type != "cuda":
+        return 0.0
+    properties = torch.cuda.get_device_properties(device)
+    name = catalogue_name(properties.name, properties.total_memory)
+    return CATALOGUE[name].device.peak_flops_per_s if name else 0.0
