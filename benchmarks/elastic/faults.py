@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.elastic import loops, trainer, training
 from benchmarks.elastic.nodes import Cluster, Event, Node
-from ds_hetero.elastic.node.keeper import ask
+from ds_hetero.elastic.node.keeper_requests import ask
 from ds_hetero.elastic.node.place import token_of
 
 KINDS = ("worker", "node", "agent", "keeper", "warm", "stop", "freeze", "cut", "notice")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ds_hetero.common.text import unlike_bytes_texts
 from ds_hetero.elastic.content import Content
-from ds_hetero.elastic.node.keeper import REQUEST_TIMEOUT_S, put
+from ds_hetero.elastic.node.keeper_requests import REQUEST_TIMEOUT_S, put
 from ds_hetero.elastic.node.place import is_full
 from ds_hetero.elastic.node.wire import Message, Wire, connect
 from ds_hetero.elastic.pace import Pace

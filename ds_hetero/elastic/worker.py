@@ -15,7 +15,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from ds_hetero.elastic.node.keeper import ask
+from ds_hetero.elastic.node.keeper_requests import ask
 from ds_hetero.elastic.node.leftovers import hold
 from ds_hetero.elastic.node.place import AGENT, ROUND, NodePlace, token_of
 from ds_hetero.elastic.node.processes import end_with_agent
@@ -59,7 +59,7 @@ class Worker:
         return ask(address, self.token, message)
 
     def ask_meeting(self, message: Message) -> Message:
-        """Ask the keeper that serves the meeting; see `ask_keeper`."""
+        """Ask the keeper that serves the rendezvous; see `ask_keeper`."""
         at = self.place.read(f"meeting-{self.agent}.json")
         if at is None:
             raise OSError("the agent has no meeting")

@@ -1,4 +1,4 @@
-"""Keeper of a node: holds segments in shared memory, gives and takes copies, and serves the meeting of the agents.
+"""Keeper of a node: holds segments in shared memory, gives and takes copies, and serves the rendezvous of the agents.
 
     python -m ds_hetero.elastic.node.keeper --job J --node N --host 127.0.0.1 --port 0 [--rules JSON]
 
@@ -11,7 +11,7 @@ executes nor unpickles.
     put NAME          a copy, checked before it counts
     free KEPT         delete the segments that are older than a save
     sweep             delete what jobs that have ended have left, for want of room
-    meet, attach      the connection of an agent, see `meeting`
+    meet, attach      the connection of an agent, see `rounds`
     newcomers, demand, status, event, end
 """
 
@@ -38,11 +38,13 @@ from pathlib import Path
 
 from ds_hetero.common.private_files import open_file
 from ds_hetero.elastic.node.door import Door
-from ds_hetero.elastic.node.elsewhere import Elsewhere
+from ds_hetero.elastic.node.keeper_requests import REQUEST_TIMEOUT_S, ask
 from ds_hetero.elastic.node.leftovers import hold, sweep
-from ds_hetero.elastic.node.meeting import AgentMeeting, MeetingRules
+from ds_hetero.elastic.node.messages import Tell
 from ds_hetero.elastic.node.place import NodePlace, is_full, token_of
-from ds_hetero.elastic.node.wire import Message, Wire, WireError, connect
+from ds_hetero.elastic.node.rounds import RoundRules, Rounds
+from ds_hetero.elastic.node.split_brain import SplitBrainResolver
+from ds_hetero.elastic.node.wire import Message, Wire, WireError
 from ds_hetero.elastic.segments import (
     HEADER_BYTES,
     SUFFIX,
@@ -55,17 +57,12 @@ from ds_hetero.elastic.segments import (
     read_header,
 )
 
-REQUEST_TIMEOUT_S = 20.0
 SILENCE_S = 6.0  # after which an agent that has said nothing counts as gone; it speaks every second
 _EVENTS_KEPT = 1000
 _SPARES_S = 5.0  # between two looks whether pages for small files can be set aside again
 logger = logging.getLogger(__name__)
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_.-]{1,200}\.seg")
-
-
-class DamagedError(WireError):
-    """A segment came whole, and does not have the HMAC of its header."""
 
 
 class Keeper:
@@ -75,24 +72,28 @@ class Keeper:
         memory_bytes: that copies and own segments may take; None for all that is free.
     """
 
-    def __init__(self, place: NodePlace, token: bytes, rules: MeetingRules, memory_bytes: int | None = None) -> None:
+    def __init__(self, place: NodePlace, token: bytes, rules: RoundRules, memory_bytes: int | None = None) -> None:
         self.place, self.token, self.memory_bytes = place, token, memory_bytes
-        self.meeting = AgentMeeting(replace(rules, looks=True))
+        self.rounds = Rounds(replace(rules, searches=True))
         self.events: deque[Message] = deque(maxlen=_EVENTS_KEPT)
         self.has_ended = threading.Event()
-        self._lock = threading.RLock()  # of the meeting
-        self._elsewhere = Elsewhere(place, self.meeting, self._lock, lambda at, message, s: ask(at, token, message, s))
+        self._lock = threading.RLock()  # of the rounds
+
+        def ask_keeper(at: tuple[str, int], message: Message, timeout_s: float) -> Message:
+            return ask(at, token, message, timeout_s)
+
+        self._split_brain = SplitBrainResolver(place, self.rounds, self._lock, ask_keeper)
         self._files: dict[str, tuple[threading.Lock, SegmentFile]] = {}
 
     def serve(self, listener: socket.socket) -> None:
         """Accept connections until `has_ended`."""
         listener.settimeout(0.2)
-        threading.Thread(target=self._elsewhere.run, args=(self.has_ended,), daemon=True).start()
+        threading.Thread(target=self._split_brain.run, args=(self.has_ended,), daemon=True).start()
         door = Door(self.token, REQUEST_TIMEOUT_S, self._answer)
         stocked_s = time.monotonic()
         while not self.has_ended.is_set():
             with self._lock:
-                self.meeting.tick(time.monotonic())
+                self.rounds.tick(time.monotonic())
             if time.monotonic() - stocked_s > _SPARES_S:
                 with contextlib.suppress(OSError):  # the folder is gone, and so is the node
                     self.place.stock_spares()
@@ -214,13 +215,13 @@ class Keeper:
     def do_newcomers(self, wire: Wire, _: Message) -> None:
         """Say who waits to be let in, and which cards they have."""
         with self._lock:
-            wire.send({"newcomers": self.meeting.newcomers, "cards": self.meeting.newcomer_cards})
+            wire.send({"newcomers": self.rounds.newcomers, "cards": self.rounds.newcomer_cards})
 
     def do_demand(self, wire: Wire, request: Message) -> None:
         """Take what the job's section asks for: the least number of agents, and memory."""
         if request.get("least") is not None:
             with self._lock:
-                self.meeting.demand(int(request["least"]), time.monotonic())
+                self.rounds.demand(int(request["least"]), time.monotonic())
         if request.get("memory_bytes") is not None:
             self.memory_bytes = int(request["memory_bytes"])
         wire.send({"taken": True})
@@ -233,18 +234,18 @@ class Keeper:
     def do_status(self, wire: Wire, _: Message) -> None:
         """Say everything that is known here."""
         with self._lock:
-            meeting = self.meeting
+            rounds = self.rounds
             known = {
                 "job": self.place.job,
                 "node": self.place.node,
                 "keeper": self.place.address(),
-                "round": meeting.number,
-                "members": meeting.members,
-                "is_broken": meeting.is_broken,
-                "newcomers": meeting.newcomers,
-                "closed": meeting.closed,
-                "num_here": meeting.standing[2],
-                "is_waited_for": meeting.is_waited_for,
+                "round": rounds.number,
+                "members": rounds.members,
+                "is_broken": rounds.is_broken,
+                "newcomers": rounds.newcomers,
+                "closed": rounds.closed,
+                "num_here": rounds.epoch[2],
+                "is_waited_for": rounds.is_waited_for,
             }
         segments = [{"name": path.name, **asdict(header)} for path, header in self._segments()]
         wire.send({**known, "free_bytes": self.free_bytes(), "segments": segments, "events": list(self.events)[-50:]})
@@ -252,8 +253,8 @@ class Keeper:
     def do_come(self, wire: Wire, request: Message) -> None:
         """Send those who wait here for a first round to the keeper where the job runs."""
         with self._lock:
-            if not self.meeting.number:
-                self.meeting.redirect(list(request["to"]))
+            if not self.rounds.number:
+                self.rounds.redirect(list(request["to"]))
         wire.send({"taken": True})
 
     def do_end(self, wire: Wire, _: Message) -> None:
@@ -280,18 +281,18 @@ class Keeper:
             return  # the agent is gone
         finally:
             with self._lock:
-                self.meeting.drop(agent, tell, time.monotonic(), is_done=is_done)
+                self.rounds.drop(agent, tell, time.monotonic(), is_done=is_done)
 
-    def _take_from(self, agent: str, request: Message, tell: Callable[[Message], None]) -> None:
-        """Let the meeting know what an agent says."""
+    def _take_from(self, agent: str, request: Message, tell: Tell) -> None:
+        """Let the state machine know what an agent says."""
         kind, now_s = request.get("do"), time.monotonic()
         with self._lock:
             if kind == "meet":
-                self.meeting.join(agent, request["info"], request["last"], request["round"], tell, now_s)
+                self.rounds.join(agent, request["info"], request["last"], request["round"], tell, now_s)
             elif kind == "attach":
-                self.meeting.attach(agent, request["info"], request["round"], tell, now_s)
+                self.rounds.attach(agent, request["info"], request["round"], tell, now_s)
             elif kind == "store":
-                self.meeting.pass_on({"store": request["store"], "number": request["number"]})
+                self.rounds.pass_on({"store": request["store"], "number": request["number"]})
             elif kind == "alive":
                 tell({"alive": True})
 
@@ -301,68 +302,6 @@ class Keeper:
         if not isinstance(name, str) or not _SEGMENT.fullmatch(name) or name.startswith("."):
             raise WireError(f"{name!r} is no name of a segment")
         return self.place.folder / name
-
-
-def _expect(reply: Message, key: str) -> None:
-    if key not in reply:
-        raise WireError(str(reply.get("error", reply)))
-
-
-def ask(address: tuple[str, int], token: bytes, message: Message, timeout_s: float = REQUEST_TIMEOUT_S) -> Message:
-    """Ask a keeper one thing.
-
-    Raises:
-        OSError: it cannot be reached, has another token, or refuses.
-    """
-    wire = connect(*address, token, timeout_s)
-    try:
-        wire.send(message)
-        reply = wire.receive()
-    finally:
-        wire.close()
-    if "error" in reply:
-        raise WireError(reply["error"])
-    return reply
-
-
-def put(wire: Wire, name: str, header: Header, content: memoryview) -> None:
-    """Give a keeper a copy of a segment, over a connection that can be used again.
-
-    Raises:
-        OSError: the connection has ended, or the copy is refused.
-    """
-    wire.send({"do": "put", "name": name, "header": header.to_bytes().hex()})
-    _expect(wire.receive(), "ready")
-    wire.send_content(content)
-    _expect(wire.receive(), "stored")
-
-
-def fetch(address: tuple[str, int], token: bytes, name: str, file: SegmentFile) -> Header:
-    """Get a segment from a keeper; nobody else has it in hand before it was found to be right.
-
-    Raises:
-        OSError: it cannot be reached, does not have it, or it came damaged.
-    """
-    wire = connect(*address, token, REQUEST_TIMEOUT_S)
-    try:
-        wire.send({"do": "get", "name": name})
-        reply = wire.receive()
-        _expect(reply, "header")
-        header = parse_header(bytes.fromhex(reply["header"]))
-        if header is None:
-            raise WireError(f"{name} has no sound header")
-        content = file.begin(header.end_bytes)
-        try:
-            wire.receive_into(content)
-            if not is_genuine(header, content, token):
-                raise DamagedError(f"{name} came damaged, or is not of this job")
-        finally:
-            content.release()
-        file.finish(header)
-    finally:
-        file.close()
-        wire.close()
-    return header
 
 
 def main() -> None:
@@ -387,7 +326,7 @@ def main() -> None:
     if options.fresh:
         place.clear()
     listener = socket.create_server((options.host, options.port), backlog=128)
-    keeper = Keeper(place, token_of(place.job), MeetingRules(**json.loads(options.rules)), options.memory_bytes)
+    keeper = Keeper(place, token_of(place.job), RoundRules(**json.loads(options.rules)), options.memory_bytes)
     signal.signal(signal.SIGTERM, lambda *_: keeper.has_ended.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     host, port = listener.getsockname()[:2]

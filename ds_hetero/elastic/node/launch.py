@@ -1,7 +1,7 @@
 """``python -m ds_hetero.run --elastic``: the processes of one node of an elastic job.
 
 this process      starts the others again when they die, and passes SIGTERM on
-keeper            holds the segments; on the first node, serves the meeting
+keeper            holds the segments; on the first node, serves the rendezvous
 warm server       forks workers (not with --cold)
 agents            one of torchrun's for each device, each with one worker
 """
@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from ds_hetero.common.text import announce
 from ds_hetero.elastic.node import place as place_of
-from ds_hetero.elastic.node.keeper import ask
+from ds_hetero.elastic.node.keeper_requests import ask
 from ds_hetero.elastic.node.leftovers import free_node, hold, leftovers, sweep
 from ds_hetero.elastic.node.place import NodePlace, token_of
 from ds_hetero.elastic.node.processes import end_with_parent
@@ -29,7 +29,7 @@ from ds_hetero.errors import ConfigError
 
 _USAGE = "python -m ds_hetero.run --elastic [options] SCRIPT ARGS"
 _POLL_S = 0.05
-_MAX_RESTARTS = 1_000_000  # of workers; the meeting ends a job that cannot go on
+_MAX_RESTARTS = 1_000_000  # of workers; the rendezvous ends a job that cannot go on
 _STOP_GRACE_S = 30
 
 

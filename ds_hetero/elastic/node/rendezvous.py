@@ -1,8 +1,9 @@
 """Rendezvous of torchrun's agents at a keeper: ``--rdzv-backend ds_hetero``, an entry point of ``torchrun.handlers``.
 
-An agent keeps one connection to the keeper that serves the meeting. It is told when the round is broken, and its
-``num_nodes_waiting`` says so to torchrun, which ends the workers and meets again. If that keeper is gone, or silent as
-one behind a cut link, the agents go to the keeper of the next member of their round, while their workers go on.
+An agent keeps one connection to the keeper that serves the rendezvous (`rounds`). It is told when the round is broken,
+and its ``num_nodes_waiting`` says so to torchrun, which ends the workers and meets again. If that keeper is gone, or
+silent as one behind a cut link, the agents go to the keeper of the next member of their round, while their workers go
+on.
 
 Every round has a store of its own, kept by the agent of rank 0, and an address of its own for the workers: nothing of a
 round before is read again (torchrun's default reads the addresses of the dead, pytorch issue 135712).
@@ -68,7 +69,7 @@ class KeeperRendezvous(RendezvousHandler):
 
     Args:
         agent: name of this agent, the same over its life.
-        endpoint: of the keeper that serves the meeting at first.
+        endpoint: of the keeper that serves the rendezvous at first.
         address: under which other nodes reach this one.
         terms: what all agents must share.
         backend: name under which it was asked for.
@@ -80,7 +81,7 @@ class KeeperRendezvous(RendezvousHandler):
         self._backend = backend
         self._place, self._agent, self._address, self._terms = place, agent, address, terms
         self._token = token_of(place.job)
-        # One that was killed goes where it was: the meeting may have left the keeper that it was begun at.
+        # One that was killed goes where it was: the rendezvous may have left the keeper that it was begun at.
         at = place.read(f"meeting-{agent}.json")
         last = [] if at is None else [(str(at["host"]), int(at["port"]))]
         self._endpoints = list(dict.fromkeys([*last, endpoint]))

@@ -185,7 +185,7 @@ def import_frameworks() -> None:
         "transformers.models.llama.modeling_llama",
         "ds_hetero.job.start",
         "ds_hetero.planner.planning",
-        "ds_hetero.elastic.restart",
+        "ds_hetero.elastic.resume",
     ):
         with contextlib.suppress(ImportError):  # another release has it elsewhere; workers import it themselves
             importlib.import_module(late)

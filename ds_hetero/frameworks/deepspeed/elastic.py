@@ -21,7 +21,7 @@ from ds_hetero.common.reading import JsonObject
 from ds_hetero.common.text import announce
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.elastic.content import Content
-from ds_hetero.elastic.restart import Found, Kept, find_newest
+from ds_hetero.elastic.resume import LoadedSave, SavesInMemory, find_newest
 from ds_hetero.elastic.snapshots import Cards, SaveRules, Snapshots
 from ds_hetero.elastic.worker import Worker, own_worker
 from ds_hetero.engine.names import SCHEDULED
@@ -79,7 +79,7 @@ class ElasticEngine:
         found = find_newest(self._worker, self._group)
         self.go_on(objects, found)
         self._saves_itself = True
-        return None if found.kept is None else found.kept.save.step
+        return None if found.newest is None else found.newest.save.step
 
     def _expect_scheduler(self, objects: Objects) -> None:
         """Refuse a learning-rate scheduler that nobody keeps: it would begin anew after a fault."""
@@ -92,7 +92,7 @@ class ElasticEngine:
                 'deepspeed.initialize as lr_scheduler, or to handle.elastic(loader, extra={"scheduler": scheduler}).'
             )
 
-    def go_on(self, objects: Objects, found: Found) -> None:
+    def go_on(self, objects: Objects, found: SavesInMemory) -> None:
         """Put back a save that was found, and save from here on; on every rank. Raises `CheckpointError`."""
         if self.snapshots is not None:
             raise ConfigError("handle.elastic was called twice for one engine.")
@@ -107,7 +107,7 @@ class ElasticEngine:
         self._frozen = FrozenSample(self._engine)
         self._with_frozen = not self._is_on_any_rank(bool(self._frozen.sums))
         found.expect(self._model, self._worker)
-        kept = found.kept
+        kept = found.newest
         if kept is not None:
             self._put_back(kept)
         self._workers = on_all_ranks(lambda: self._worker.name, self._group)
@@ -240,7 +240,7 @@ class ElasticEngine:
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
         return bool(number)
 
-    def _put_back(self, kept: Kept) -> None:
+    def _put_back(self, kept: LoadedSave) -> None:
         engine = self._engine
         rank = dist.get_rank()
         own = kept.contents[rank if rank < kept.save.world_size else 0]
@@ -272,7 +272,7 @@ class ElasticEngine:
         if own["device_random"] is not None and get_accelerator().device_name() != "cpu":
             get_accelerator().set_rng_state(own["device_random"])
 
-    def _say_begin(self, kept: Kept | None) -> None:
+    def _say_begin(self, kept: LoadedSave | None) -> None:
         seconds = {"prepared_s": round(time.perf_counter() - self._begin_s, 3)}
         if dist.get_rank() == 0:
             with contextlib.suppress(OSError):  # events of the rounds before, as far as this keeper has them

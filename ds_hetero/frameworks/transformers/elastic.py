@@ -22,7 +22,7 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ds_hetero.elastic.restart import Found, Kept, find_newest
+from ds_hetero.elastic.resume import LoadedSave, SavesInMemory, find_newest
 from ds_hetero.elastic.worker import own_worker
 from ds_hetero.engine.adapters import ElasticState
 from ds_hetero.engine.patching import Function
@@ -41,16 +41,16 @@ _RUNNING = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initi
 class _Training:
     """One call of ``train`` in an elastic job; the ``folder`` has small files of the checkpoint that stands for it."""
 
-    def __init__(self, registry: Registry, trainer: Trainer, found: Found, folder: Path) -> None:
+    def __init__(self, registry: Registry, trainer: Trainer, found: SavesInMemory, folder: Path) -> None:
         self._registry, self._trainer, self._found = registry, trainer, found
         self._running: dict[str, Any] = {}
         self._derived: dict[str, Any] = registry.adapters.trainers.running_state(trainer)
         self._step = 0  # that was saved last
         self._waits = False  # for the end of an epoch
-        if found.kept is not None:
-            self._write(found.kept, folder)
+        if found.newest is not None:
+            self._write(found.newest, folder)
 
-    def _write(self, kept: Kept, folder: Path) -> None:
+    def _write(self, kept: LoadedSave, folder: Path) -> None:
         """Write what the Trainer reads for itself."""
         own = kept.contents[dist.get_rank() if dist.get_rank() < kept.save.world_size else 0]
         if _OBJECT not in own["objects"]:
@@ -85,7 +85,7 @@ class _Training:
 
     def begin(self) -> None:
         """Before the first step: put back what no checkpoint has."""
-        if self._found.kept is None:
+        if self._found.newest is None:
             self.load()
         for name, value in self._running.items():
             like = getattr(self._trainer, name)
@@ -158,7 +158,7 @@ def train_from_memory(
         callback = _Beginning(training)
         trainer.add_callback(callback)
         try:
-            return stock(trainer, resume_from_checkpoint if found.kept is None else folder, *args, **kwargs)
+            return stock(trainer, resume_from_checkpoint if found.newest is None else folder, *args, **kwargs)
         finally:
             trainer.remove_callback(callback)
             del _trainings[folder]

@@ -47,9 +47,9 @@ def _check(rank, stage):
 
     from ds_hetero.elastic.content import Content, read_content
     from ds_hetero.elastic.node.keeper import Keeper
-    from ds_hetero.elastic.node.meeting import MeetingRules
     from ds_hetero.elastic.node.place import NodePlace
-    from ds_hetero.elastic.restart import Found
+    from ds_hetero.elastic.node.rounds import RoundRules
+    from ds_hetero.elastic.resume import SavesInMemory
     from ds_hetero.elastic.segments import is_undamaged, read_header
     from ds_hetero.elastic.worker import Worker
     from ds_hetero.frameworks.deepspeed.elastic import ElasticEngine, saved_tensors
@@ -67,14 +67,14 @@ def _check(rank, stage):
     with tempfile.TemporaryDirectory() as folder:
         place = NodePlace(job="job", node=f"n{rank}", folder=Path(folder) / "node")
         place.make()
-        worker, end = _worker(Worker, Keeper, MeetingRules, place, rank)
+        worker, end = _worker(Worker, Keeper, RoundRules, place, rank)
         section = SimpleNamespace(
             elastic=SimpleNamespace(every_steps=1, copies=0, notice_s=25, min_ranks=None, memory_gib=None)
         )
         job = ElasticEngine(engine, worker, SimpleNamespace(section=section))
         job._say = lambda *_, **__: None
         state = _State()
-        job.go_on({"state": state}, Found(None, {}))
+        job.go_on({"state": state}, SavesInMemory(None, {}))
         stock = Content.write_held
 
         def late(content, room):

@@ -9,9 +9,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from ds_hetero.elastic.node.keeper import Keeper, ask, fetch, put
-from ds_hetero.elastic.node.meeting import MeetingRules
+from ds_hetero.elastic.node.keeper import Keeper
+from ds_hetero.elastic.node.keeper_requests import ask, fetch, put
 from ds_hetero.elastic.node.place import NODE, TOKEN, NodePlace, token_of
+from ds_hetero.elastic.node.rounds import RoundRules
 from ds_hetero.elastic.node.wire import WireError, connect
 from ds_hetero.elastic.segments import Header, Save, SegmentFile, is_undamaged, read_header, signed
 from ds_hetero.errors import ConfigError
@@ -27,7 +28,7 @@ def keepers(tmp_path):
     def make(node="n0", memory_bytes=None):
         place = NodePlace(job="job", node=node, folder=tmp_path / node)
         place.make()
-        keeper = Keeper(place, TOKEN_BYTES, MeetingRules(least=1, start=1), memory_bytes)
+        keeper = Keeper(place, TOKEN_BYTES, RoundRules(least=1, start=1), memory_bytes)
         listener = socket.create_server(("127.0.0.1", 0))
         thread = threading.Thread(target=keeper.serve, args=(listener,), daemon=True)
         thread.start()
@@ -156,7 +157,7 @@ def test_what_is_older_than_a_save_is_freed_but_not_what_is_written_again(keeper
 
 def test_the_meeting_is_served_and_a_lost_connection_breaks_it(keepers):
     keeper, address = keepers()
-    keeper.meeting.rules = MeetingRules(least=1, start=2)
+    keeper.rounds.rules = RoundRules(least=1, start=2)
     hello = {"do": "meet", "round": {"number": 0, "members": []}, "last": {}}
     one, two = (connect(*address, TOKEN_BYTES, 5) for _ in range(2))
     one.send({**hello, "agent": "a", "info": {"node": "a", "terms": {}}})
@@ -205,7 +206,7 @@ def test_a_newcomer_is_sent_to_the_keeper_where_the_round_is(keepers):
     running = connect(*at_two, TOKEN_BYTES, 5)
     running.send({**hello, "agent": "a", "info": {"node": "a", "terms": {}}})
     assert "round" in running.receive()
-    one.meeting.rules = MeetingRules(least=1, start=2)  # a round would begin there after a while
+    one.rounds.rules = RoundRules(least=1, start=2)  # a round would begin there after a while
     one.place.write("keeper.json", {"host": at_one[0], "port": at_one[1]})
     one.place.write("meeting-n0-0.json", {"host": at_two[0], "port": at_two[1]})
     newcomer = connect(*at_one, TOKEN_BYTES, 5)
@@ -228,9 +229,9 @@ def test_who_was_cut_off_is_sent_to_where_the_others_went_on(keepers):
     (one, at_one), (two, at_two) = keepers("a"), keepers("b")
     _place(one, at_one), _place(two, at_two)
     for keeper in (one, two):
-        keeper.meeting.rules = replace(keeper.meeting.rules, majority=False)
+        keeper.rounds.rules = replace(keeper.rounds.rules, majority=False)
     before = {"number": 4, "members": ["a", "b"], "keepers": {"a": at_one, "b": at_two}}
-    one.meeting.rules = replace(one.meeting.rules, attach_s=0.2)
+    one.rounds.rules = replace(one.rounds.rules, attach_s=0.2)
     left = connect(*at_one, TOKEN_BYTES, 5)
     left.send(_hello("a", before, at_one))
     assert left.receive()["round"]["number"] == 5  # the other keeper has no round: it is the job
@@ -261,7 +262,7 @@ def test_a_node_that_comes_back_by_its_first_command_is_fetched_by_the_job_that_
     running = connect(*at_two, TOKEN_BYTES, 15)
     known = {"number": 4, "members": ["b"], "keepers": {"a": at_one, "b": at_two}}
     running.send({**_hello("b", known, at_two), "do": "attach"})
-    one.meeting.rules = MeetingRules(least=1, start=2)  # a round would begin there after a while
+    one.rounds.rules = RoundRules(least=1, start=2)  # a round would begin there after a while
     back = connect(*at_one, TOKEN_BYTES, 15)
     back.send(_hello("a", None, at_one))
     assert back.receive() == {"redirect": list(at_two)}
@@ -288,5 +289,5 @@ def test_an_agent_that_was_silent_is_told_of_no_error(keepers, monkeypatch):
     with pytest.raises(WireError, match="the connection was closed"):
         while True:
             assert "error" not in agent.receive()
-    assert keeper.meeting.is_broken
+    assert keeper.rounds.is_broken
     agent.close()

@@ -11,9 +11,10 @@ import time
 import pytest
 
 from ds_hetero.elastic.node import door, wire
-from ds_hetero.elastic.node.keeper import Keeper, ask
-from ds_hetero.elastic.node.meeting import MeetingRules
+from ds_hetero.elastic.node.keeper import Keeper
+from ds_hetero.elastic.node.keeper_requests import ask
 from ds_hetero.elastic.node.place import NodePlace
+from ds_hetero.elastic.node.rounds import RoundRules
 from ds_hetero.elastic.node.wire import Wire, WireError, connect, parse_message, welcome
 
 TOKEN = b"t" * 32
@@ -55,7 +56,7 @@ def _connect_over(client, timeout_s, token=TOKEN):
 def keeper(tmp_path):
     place = NodePlace(job="job", node="n0", folder=tmp_path / "n0")
     place.make()
-    one = Keeper(place, TOKEN, MeetingRules(least=1, start=1))
+    one = Keeper(place, TOKEN, RoundRules(least=1, start=1))
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         thread = threading.Thread(target=one.serve, args=(listener,), daemon=True)
         thread.start()
@@ -213,7 +214,7 @@ def test_a_keeper_outlives_whatever_strangers_and_members_send(keeper, monkeypat
                 member.receive()
             finally:
                 member.close()
-    one.meeting.number, one.meeting.members = 0, []
+    one.rounds.number, one.rounds.members = 0, []
     assert ask(address, TOKEN, {"do": "list"}, 5)["segments"] == []
     assert "could not be answered" not in caplog.text or all(
         "RecursionError" not in record.getMessage() for record in caplog.records

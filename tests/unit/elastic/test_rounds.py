@@ -1,25 +1,25 @@
-from ds_hetero.elastic.node.meeting import AgentMeeting, MeetingRules
+from ds_hetero.elastic.node.rounds import RoundRules, Rounds
 
 NEW = {"number": 0, "members": []}
 
 
 class Agent:
-    def __init__(self, meeting, name, terms=None):
-        self.meeting, self.name, self.heard, self.round_ = meeting, name, [], NEW
+    def __init__(self, rounds, name, terms=None):
+        self.rounds, self.name, self.heard, self.round_ = rounds, name, [], NEW
         self.info = {"node": name, "address": "here", "terms": terms or {"release": "1"}}
         self.tell = self.heard.append
 
     def join(self, now_s, **last):
-        self.meeting.join(self.name, self.info, last, self.round_, self.tell, now_s)
+        self.rounds.join(self.name, self.info, last, self.round_, self.tell, now_s)
         self._note()
         return self
 
     def attach(self, now_s):
-        self.meeting.attach(self.name, self.info, self.round_, self.tell, now_s)
+        self.rounds.attach(self.name, self.info, self.round_, self.tell, now_s)
         return self
 
     def leave(self, now_s, **how):
-        self.meeting.drop(self.name, self.tell, now_s, **how)
+        self.rounds.drop(self.name, self.tell, now_s, **how)
 
     def _note(self):
         rounds = [message["round"] for message in self.heard if "round" in message]
@@ -31,30 +31,30 @@ class Agent:
 
 
 def _three(rules=None):
-    meeting = AgentMeeting(rules or MeetingRules(least=2, start=3))
-    agents = [Agent(meeting, name) for name in "bac"]
+    rounds = Rounds(rules or RoundRules(least=2, start=3))
+    agents = [Agent(rounds, name) for name in "bac"]
     for agent in agents:
         agent.join(0.0)
     for agent in agents:
         agent.last()
-    return meeting, *agents
+    return rounds, *agents
 
 
 def test_the_first_round_begins_with_all_in_order_of_names():
-    meeting = AgentMeeting(MeetingRules(least=2, start=3))
-    first, second = Agent(meeting, "b").join(0.0), Agent(meeting, "a").join(1.0)
+    rounds = Rounds(RoundRules(least=2, start=3))
+    first, second = Agent(rounds, "b").join(0.0), Agent(rounds, "a").join(1.0)
     assert first.heard == second.heard == []
-    third = Agent(meeting, "c").join(2.0)
+    third = Agent(rounds, "c").join(2.0)
     assert [one.last()["round"]["rank"] for one in (second, first, third)] == [0, 1, 2]
     assert third.last()["round"]["members"] == ["a", "b", "c"]
 
 
 def test_the_first_round_begins_with_the_least_after_a_while():
-    meeting = AgentMeeting(MeetingRules(least=2, start=3, patience_s=30))
-    first, _ = Agent(meeting, "a").join(0.0), Agent(meeting, "b").join(1.0)
-    meeting.tick(29.0)
+    rounds = Rounds(RoundRules(least=2, start=3, patience_s=30))
+    first, _ = Agent(rounds, "a").join(0.0), Agent(rounds, "b").join(1.0)
+    rounds.tick(29.0)
     assert first.heard == []
-    meeting.tick(31.0)
+    rounds.tick(31.0)
     assert first.last()["round"]["members"] == ["a", "b"]
 
 
@@ -78,57 +78,57 @@ def test_workers_that_ended_break_the_round_for_all():
 
 
 def test_a_newcomer_waits_until_the_round_is_broken():
-    meeting, b, a, c = _three()
-    d = Agent(meeting, "d")
+    rounds, b, a, c = _three()
+    d = Agent(rounds, "d")
     d.info["card"] = "NVIDIA GeForce RTX 3090"
     d.join(4.0)
-    assert d.heard == [] and meeting.newcomers == ["d"]
-    assert meeting.newcomer_cards == {"d": ["NVIDIA GeForce RTX 3090"]}
+    assert d.heard == [] and rounds.newcomers == ["d"]
+    assert rounds.newcomer_cards == {"d": ["NVIDIA GeForce RTX 3090"]}
     for agent in (a, b, c):  # they leave at a commit
         agent.join(5.0)
-    assert d.last()["round"]["members"] == ["a", "b", "c", "d"] and meeting.newcomers == []
+    assert d.last()["round"]["members"] == ["a", "b", "c", "d"] and rounds.newcomers == []
 
 
 def test_a_newcomer_with_other_terms_is_refused_and_disturbs_nobody():
-    meeting, b, a, c = _three()
-    d = Agent(meeting, "d", {"release": "2"}).join(4.0)
+    rounds, b, a, c = _three()
+    d = Agent(rounds, "d", {"release": "2"}).join(4.0)
     assert "'2'" in d.last()["closed"] and "release" in d.last()["closed"]
-    assert meeting.closed is None and all("closed" not in agent.last() for agent in (a, b, c))
+    assert rounds.closed is None and all("closed" not in agent.last() for agent in (a, b, c))
 
 
 def test_who_comes_back_on_another_connection_is_not_dropped_with_the_old_one():
-    meeting, b, *_ = _three()
+    rounds, b, *_ = _three()
     old = b.tell
     b.heard, b.tell = [], lambda message: b.heard.append(message)
     b.attach(3.0)
-    meeting.drop("b", old, 3.1)
-    assert not meeting.is_broken
+    rounds.drop("b", old, 3.1)
+    assert not rounds.is_broken
 
 
 def test_too_few_wait_and_then_the_job_ends_with_the_reason():
-    meeting, b, a, c = _three(MeetingRules(least=2, start=3, wait_s=100))
+    rounds, b, a, c = _three(RoundRules(least=2, start=3, wait_s=100))
     a.leave(1.0)
     b.leave(1.0)
     c.join(2.0)
-    meeting.tick(50.0)
+    rounds.tick(50.0)
     assert "closed" not in c.last()
-    meeting.tick(103.0)
+    rounds.tick(103.0)
     assert "1 of at least 2" in c.last()["closed"] and "memory" in c.last()["closed"]
 
 
 def test_the_least_may_be_raised_while_a_round_runs():
-    meeting, _, a, _ = _three()
-    meeting.demand(4, 5.0)
+    rounds, _, a, _ = _three()
+    rounds.demand(4, 5.0)
     assert "min_ranks 4" in a.last()["broken"]
 
 
 def test_a_member_that_does_not_come_is_left_behind():
-    meeting, b, a, c = _three(MeetingRules(least=1, start=3, majority=False, rejoin_s=45))
+    rounds, b, a, c = _three(RoundRules(least=1, start=3, majority=False, rejoin_s=45))
     c.leave(1.0)
     a.join(2.0)
-    meeting.tick(40.0)
+    rounds.tick(40.0)
     assert "round" not in a.last()
-    meeting.tick(47.0)
+    rounds.tick(47.0)
     assert a.last()["round"]["members"] == ["a"] and "closed" in b.last()
 
 
@@ -171,9 +171,9 @@ def test_rounds_that_end_after_a_step_do_not():
 
 
 def test_rounds_of_other_members_do_not():
-    meeting, *agents = _three()
+    rounds, *agents = _three()
     _rounds_lost_to_peers(agents, 9)
-    newcomer = Agent(meeting, "d").join(4.0)
+    newcomer = Agent(rounds, "d").join(4.0)
     _rounds_lost_to_peers(agents, 1)
     for said in _rounds_lost_to_peers([*agents, newcomer], 9):
         assert "round" in said
@@ -197,17 +197,17 @@ def test_after_a_good_end_nobody_begins_again():
 
 
 def _taken_over(rules, *, num_lost=1):
-    _, b, a, c = _three(MeetingRules(least=1, start=3))
-    other = AgentMeeting(rules)
+    _, b, a, c = _three(RoundRules(least=1, start=3))
+    other = Rounds(rules)
     left = [a, b, c][num_lost:]
     for agent in left:
-        agent.meeting, agent.heard = other, [{"round": agent.round_}]
+        agent.rounds, agent.heard = other, [{"round": agent.round_}]
         agent.tell = agent.heard.append
     return other, left
 
 
 def test_another_server_goes_on_with_a_round_that_agents_bring():
-    other, (b, c) = _taken_over(MeetingRules(least=1, attach_s=6))
+    other, (b, c) = _taken_over(RoundRules(least=1, attach_s=6))
     b.attach(10.0)
     c.attach(11.0)
     other.tick(12.0)
@@ -220,7 +220,7 @@ def test_another_server_goes_on_with_a_round_that_agents_bring():
 
 
 def test_another_server_waits_for_members_that_may_still_come():
-    other, (b, c) = _taken_over(MeetingRules(least=1, attach_s=6))
+    other, (b, c) = _taken_over(RoundRules(least=1, attach_s=6))
     b.join(10.0)
     assert "round" not in b.heard[1:] and other.number == 1
     c.join(12.0)
@@ -231,19 +231,19 @@ def test_another_server_waits_for_members_that_may_still_come():
 
 
 def test_less_than_half_does_not_go_on_at_another_server_unless_it_was_allowed():
-    other, (c,) = _taken_over(MeetingRules(least=1, wait_s=50), num_lost=2)
+    other, (c,) = _taken_over(RoundRules(least=1, wait_s=50), num_lost=2)
     c.join(10.0)
     other.tick(17.0)
     assert len(c.heard) == 1
     other.tick(61.0)
     assert "1 of at least 2" in c.last()["closed"]
-    allowed, (c,) = _taken_over(MeetingRules(majority=False), num_lost=2)
+    allowed, (c,) = _taken_over(RoundRules(majority=False), num_lost=2)
     c.join(10.0)
     allowed.tick(17.0)
     assert c.last()["round"]["members"] == ["c"]
 
 
-def _rejoin(meeting, agents, lost, now_s=5.0):
+def _rejoin(rounds, agents, lost, now_s=5.0):
     for agent in lost:
         agent.leave(now_s)
     for agent in agents:
@@ -252,10 +252,10 @@ def _rejoin(meeting, agents, lost, now_s=5.0):
 
 
 def test_the_smaller_side_of_a_cut_waits_also_where_the_round_was_begun():
-    meeting, b, a, c = _three(MeetingRules(least=1, start=3, wait_s=50))
-    _rejoin(meeting, [a], lost=[b, c])
+    rounds, b, a, c = _three(RoundRules(least=1, start=3, wait_s=50))
+    _rejoin(rounds, [a], lost=[b, c])
     assert "round" not in a.last()
-    d = Agent(meeting, "d").join(7.0)  # a newcomer is no witness of where the others are
+    d = Agent(rounds, "d").join(7.0)  # a newcomer is no witness of where the others are
     assert "round" not in a.last() and d.heard == []
     b.heard.clear()
     b.join(8.0)
@@ -263,53 +263,53 @@ def test_the_smaller_side_of_a_cut_waits_also_where_the_round_was_begun():
 
 
 def test_of_two_halves_the_one_where_the_round_was_begun_goes_on():
-    meeting = AgentMeeting(MeetingRules(least=1, start=2))
-    a, b = Agent(meeting, "a").join(0.0), Agent(meeting, "b").join(0.0)
+    rounds = Rounds(RoundRules(least=1, start=2))
+    a, b = Agent(rounds, "a").join(0.0), Agent(rounds, "b").join(0.0)
     b.last()
-    other = AgentMeeting(MeetingRules(least=1, attach_s=6))
-    _rejoin(meeting, [a], lost=[b])
+    other = Rounds(RoundRules(least=1, attach_s=6))
+    _rejoin(rounds, [a], lost=[b])
     assert a.last()["round"]["members"] == ["a"]
-    b.meeting, b.heard = other, [{"round": b.round_}]
+    b.rounds, b.heard = other, [{"round": b.round_}]
     b.join(5.0)
     other.tick(20.0)
     assert len(b.heard) == 1
 
 
 def test_no_round_begins_without_its_members_before_it_was_looked_for_them():
-    meeting, b, a, c = _three(MeetingRules(least=1, start=3, looks=True))
-    _rejoin(meeting, [a, b], lost=[c])
-    assert "round" not in b.last() and meeting.must_look
-    meeting.looked()
-    meeting.tick(7.0)
+    rounds, b, a, c = _three(RoundRules(least=1, start=3, searches=True))
+    _rejoin(rounds, [a, b], lost=[c])
+    assert "round" not in b.last() and rounds.must_search
+    rounds.note_search()
+    rounds.tick(7.0)
     assert b.last()["round"]["members"] == ["a", "b"]
     a.join(9.0)  # nobody is missing now
-    assert not meeting.must_look
+    assert not rounds.must_search
 
 
 def test_a_round_tells_the_keepers_of_all_rounds_before():
-    meeting, b, a, c = _three()
+    rounds, b, a, c = _three()
     for agent in (a, b, c):
         agent.info["keeper"] = [f"host-{agent.name}", 1]
         agent.join(3.0)
         agent.last()
-    _rejoin(meeting, [a, b], lost=[c])
-    assert meeting.keepers_elsewhere == {"c": ["host-c", 1]}
-    other = AgentMeeting(MeetingRules())
+    _rejoin(rounds, [a, b], lost=[c])
+    assert rounds.absent_keepers == {"c": ["host-c", 1]}
+    other = Rounds(RoundRules())
     a.last()
-    a.meeting, a.heard = other, [{"round": a.round_}]
+    a.rounds, a.heard = other, [{"round": a.round_}]
     a.attach(9.0)
-    assert other.keepers_elsewhere == {"b": ["host-b", 1], "c": ["host-c", 1]}
+    assert other.absent_keepers == {"b": ["host-b", 1], "c": ["host-c", 1]}
 
 
-def test_a_meeting_with_more_of_the_round_stands_above_one_with_less_and_a_later_round_above_all():
-    meeting, b, a, c = _three()
-    running = meeting.standing
+def test_rounds_with_more_of_the_members_stand_above_those_with_less_and_a_later_round_above_all():
+    rounds, b, a, c = _three()
+    running = rounds.epoch
     c.leave(5.0)
-    assert meeting.standing < running
-    waiting = meeting.standing
+    assert rounds.epoch < running
+    waiting = rounds.epoch
     b.leave(5.0)
-    assert meeting.standing < waiting
+    assert rounds.epoch < waiting
     b.join(6.0)
     a.last()
     a.join(6.0)
-    assert meeting.standing > running
+    assert rounds.epoch > running
