@@ -23,7 +23,7 @@ from ds_hetero.frameworks.accelerate import adapter as accelerate
 from ds_hetero.frameworks.accelerate import names as accelerate_names
 from ds_hetero.frameworks.deepspeed import engine as deepspeed_engine
 from ds_hetero.frameworks.deepspeed import names as deepspeed_names
-from ds_hetero.frameworks.deepspeed.installer import expect_no_engine
+from ds_hetero.frameworks.deepspeed.late_registration import expect_no_engine
 from ds_hetero.frameworks.transformers import adapter as transformers
 from ds_hetero.frameworks.transformers import names as transformers_names
 from ds_hetero.frameworks.trl import adapter as trl

@@ -31,7 +31,6 @@ TWO_SUBJECTS = frozenset(
         "ds_hetero.engine.loader",
         "ds_hetero.engine.model_calls",
         "ds_hetero.frameworks.deepspeed.engine",
-        "ds_hetero.frameworks.deepspeed.installer",
         "ds_hetero.frameworks.deepspeed.pipeline.checkpoints",
         "ds_hetero.frameworks.deepspeed.pipeline.hooks",
         "ds_hetero.frameworks.deepspeed.saving",

@@ -38,7 +38,7 @@ from ds_hetero.decision.facts import NO_MODEL, JobFacts, ModelFacts
 from ds_hetero.decision.start_text import forecast_text, judged_text, pipelines_text, searched_text
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.errors import ConfigError, HeteroError, PlanError
-from ds_hetero.frameworks.deepspeed.installer import expect_batch_of_replicas
+from ds_hetero.frameworks.deepspeed.batch_sizes import expect_batch_of_replicas
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.job.start import check_facts, expect_kernel
 from ds_hetero.planner.pipelines.given import judge_given

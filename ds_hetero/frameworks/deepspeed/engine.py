@@ -49,6 +49,7 @@ from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed import elastic
 from ds_hetero.frameworks.deepspeed import hooks as split
+from ds_hetero.frameworks.deepspeed.batch_sizes import plain_configuration, report_batches_of_replicas
 from ds_hetero.frameworks.deepspeed.checks import checks_of_model
 from ds_hetero.frameworks.deepspeed.elastic import ElasticEngine
 from ds_hetero.frameworks.deepspeed.hooks import (
@@ -62,23 +63,18 @@ from ds_hetero.frameworks.deepspeed.hooks import (
     waiting,
     within,
 )
-from ds_hetero.frameworks.deepspeed.installer import (
-    EngineHooks,
-    HookedEngine,
-    HookRow,
-    Installer,
+from ds_hetero.frameworks.deepspeed.installer import EngineHooks, HookedEngine, HookRow, Installer
+from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys, unknown_keys
+from ds_hetero.frameworks.deepspeed.late_registration import note_engine
+from ds_hetero.frameworks.deepspeed.loading import load_any_layout, raise_on_all_ranks
+from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling
+from ds_hetero.frameworks.deepspeed.mpu import (
     SequenceMpu,
     expect_one_worker,
     mpu_of_one_worker,
     mpu_of_replica,
-    note_engine,
-    plain_configuration,
-    report_batches_of_replicas,
     sequence_parallelism_hidden,
 )
-from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys, unknown_keys
-from ds_hetero.frameworks.deepspeed.loading import load_any_layout, raise_on_all_ranks
-from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling
 from ds_hetero.frameworks.deepspeed.names import COLLECTIVES, HANDLES, ZERO_3_IDENTITIES
 from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import frozen_state, load_any_plan, save_pipelines
 from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller

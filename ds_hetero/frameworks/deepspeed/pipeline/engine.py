@@ -32,8 +32,9 @@ from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.engine.ds_config import read_training_facts
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed import elastic
-from ds_hetero.frameworks.deepspeed.installer import HookedEngine, Installer, Mpu, SequenceMpu
+from ds_hetero.frameworks.deepspeed.installer import HookedEngine, Installer
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
+from ds_hetero.frameworks.deepspeed.mpu import Mpu, SequenceMpu
 from ds_hetero.frameworks.deepspeed.pipeline.checks import checks_of_pipelines
 from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import clipping_of, groups_of_lone_rank, lone_configuration

@@ -14,7 +14,7 @@ from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEF
 from torch.distributed import ProcessGroup
 
 from ds_hetero.engine.ds_config import DsConfig
-from ds_hetero.frameworks.deepspeed.installer import BATCH_SIZES
+from ds_hetero.frameworks.deepspeed.batch_sizes import BATCH_SIZES
 from ds_hetero.frameworks.deepspeed.protocols import State
 from ds_hetero.runtime.process_groups import ProcessGroups
 
