@@ -36,8 +36,9 @@ from benchmarks.emulation.quota import SpeedLimits, speed_limits
 from benchmarks.measure import ranks
 from benchmarks.measure.machine import cpu_s_of, describe_machine, machine_busy_s
 from benchmarks.measure.results import FOLDER, write
+from benchmarks.measure.workloads import workload
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.cost import Workload, make_cost_model
+from ds_hetero.cost import make_cost_model
 from ds_hetero.models import load_model
 from ds_hetero.planner.planning import plan
 from ds_hetero.values.baselines import proportional, ring, ulysses, usp
@@ -176,19 +177,6 @@ def judge(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "swapped": swapped,
         "met": met,
     }
-
-
-def workload(tokens: int) -> Workload:
-    """Of the engines below: fp32, ZeRO-1, no checkpointing, loss of all tokens at once."""
-    return Workload(
-        seq_len=tokens,
-        zero_stage=1,
-        activation_checkpointing=False,
-        tiled_logits=False,
-        element_bytes=4,
-        gradient_bytes=4,
-        optimizer_bytes=12,
-    )
 
 
 def planned(cluster: dict[str, Any], tokens: int) -> Schedule:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.elastic.training import CLIP, LR, make_loader, make_model, make_scheduler, norm_of, trained
+from benchmarks.elastic.small_model import CLIP, LR, make_loader, make_model, make_scheduler, norm_of, trained
 
 GLOBAL, LAYERS = 4, 4  # samples of a step of pipelines, and layers that they are cut from
 _LOG_EVERY = 3

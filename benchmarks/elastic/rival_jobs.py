@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.elastic.training import LR, SAMPLES, JsonLog, make_loader, make_model
+from benchmarks.elastic.small_model import LR, SAMPLES, make_loader, make_model
+from benchmarks.elastic.training import JsonLog
 
 RANKS = 3
 

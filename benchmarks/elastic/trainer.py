@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.elastic.loops import GLOBAL, LAYERS, norm_of_owned
-from benchmarks.elastic.training import CLIP, LENGTH, LR, VOCAB, make_loader, make_model, norm_of, padded
+from benchmarks.elastic.small_model import CLIP, LENGTH, LR, VOCAB, make_loader, make_model, norm_of, padded
 
 OF_TOKENS = ("entropy", "mean_token_accuracy", "num_tokens")  # that TRL logs
 _LOG_EVERY = 3  # so that a fault comes between the steps of a mean

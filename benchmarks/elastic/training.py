@@ -1,10 +1,9 @@
-"""The job of the benchmark, and the same training by plain torch in one process."""
+"""The job of the benchmark, one rank of it; and the same training by plain torch in one process."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import time
 from collections.abc import Callable
@@ -12,77 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-VOCAB, LENGTH = 64, 64
-LR, CLIP, SAMPLES = 1e-4, 1.0, 40
+from benchmarks.elastic.small_model import CLIP, LENGTH, LR, make_loader, make_model, make_scheduler, norm_of, trained
+
 LOOPS = ("own", "pipelines", "accelerate", "trainer", "trainer_of_pipelines", "sft")
 SPEEDS = (4.0, 3.0, 2.0, 1.0, 1.0, 1.0)  # of ranks; emulated in the plan alone
-
-
-def make_model(*, is_lora: bool = False, width: int = 48, length: int = LENGTH, layers: int = 2) -> Any:
-    """A few layers of Llama with dropout of nothing, the same weights everywhere.
-
-    Args:
-        is_lora: whether LoRA's adapters of queries and values alone are trained.
-        length: tokens of the longest sequence.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=12,
-            num_key_value_heads=6,
-            max_position_embeddings=max(128, length),
-            attn_implementation="sdpa",
-        )
-    )
-    if not is_lora:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
-
-
-def make_loader(length: int = LENGTH, batch_size: int = 1, *, is_even: bool = False) -> Any:
-    """Sequences of many lengths, shuffled anew in every epoch by a generator of the loader's own.
-
-    Args:
-        length: tokens of the longest.
-        is_even: all have as many, so that steps take as long as one another.
-    """
-    drawn = torch.Generator().manual_seed(3)
-    lengths = [length if is_even else length // 2 + 7 * i % (length // 2) for i in range(SAMPLES)]
-    rows = [torch.randint(0, VOCAB, (of_row,), generator=drawn) for of_row in lengths]
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    return torch.utils.data.DataLoader(
-        data,
-        batch_size=batch_size,
-        shuffle=True,
-        generator=torch.Generator().manual_seed(7),  # type: ignore[arg-type]
-        collate_fn=None if batch_size == 1 else padded,
-    )
-
-
-def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Rows of many lengths as one batch; padding takes no part in attention or loss."""
-    pad = nn.utils.rnn.pad_sequence
-    ids = [row["input_ids"] for row in rows]
-    return {
-        "input_ids": pad(ids, batch_first=True),
-        "labels": pad([row["labels"] for row in rows], batch_first=True, padding_value=-100),
-        "attention_mask": pad([torch.ones_like(one) for one in ids], batch_first=True),
-    }
-
-
-def make_scheduler(optimizer: Any) -> Any:
-    """Warm up over 30 steps."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
 
 
 def train_alone(
@@ -102,16 +36,6 @@ def train_alone(
             optimizer.zero_grad()
             rows.append({"loss": loss.item(), "norm": norm.item(), "parameters": norm_of(trained(model))})
     return rows[:num_steps]
-
-
-def trained(model: Any) -> list[nn.Parameter]:
-    """The parameters that are trained."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def norm_of(parameters: list[Tensor]) -> float:
-    """Euclidean norm of all parameters together, summed in float64."""
-    return math.sqrt(sum(float(parameter.detach().double().square().sum()) for parameter in parameters))
 
 
 def _section(options: argparse.Namespace, world_size: int) -> dict[str, Any]:
@@ -213,7 +137,7 @@ def main() -> None:
 
 def _train_by(options: argparse.Namespace, handle: Any, world_size: int, log: Callable[..., None]) -> None:
     """By another loop than one's own over one replica."""
-    from benchmarks.elastic import loops, trainer
+    from benchmarks.elastic import loops, trainer  # imported by jobs that need them: their start is timed
 
     config = _configuration(options, world_size)
     if "pipelines" in options.loop:

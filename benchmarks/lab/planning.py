@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.emulation.emulator import RankLab
 from benchmarks.measure.contenders import Shape
 from benchmarks.measure.models import config_of
-from benchmarks.prediction import workload
+from benchmarks.measure.workloads import workload
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.cost import make_cost_model

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.lab.planning import model_of
 from benchmarks.measure.contenders import Shape
-from benchmarks.prediction import workload
+from benchmarks.measure.workloads import workload
 from ds_hetero.cluster import Cluster
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.price import Objective

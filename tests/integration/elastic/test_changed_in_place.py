@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.elastic.training import make_model
+from benchmarks.elastic.small_model import make_model
 from tests.integration.tiny import SMALL_BUCKETS
 from tests.support import run_deepspeed
 

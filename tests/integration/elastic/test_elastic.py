@@ -57,7 +57,7 @@ deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1}
 """
 # Nobody would keep the scheduler: after a fault it would begin anew, without a word.
 LOST_SCHEDULER = """
-from benchmarks.elastic.training import make_loader, make_model, make_scheduler
+from benchmarks.elastic.small_model import make_loader, make_model, make_scheduler
 model = make_model()
 optimizer = torch.optim.AdamW(model.parameters())
 scheduler = make_scheduler(optimizer)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.elastic.training import make_model, trained
+from benchmarks.elastic.small_model import make_model, trained
 from tests.integration.tiny import SMALL_BUCKETS
 from tests.support import run_deepspeed
 

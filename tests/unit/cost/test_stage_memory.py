@@ -8,7 +8,7 @@ import pytest
 from benchmarks.fit.cases import CASES
 from benchmarks.lab.planning import model_of
 from benchmarks.measure.contenders import Shape
-from benchmarks.prediction import workload
+from benchmarks.measure.workloads import workload
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
