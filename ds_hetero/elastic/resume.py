@@ -20,7 +20,8 @@ import torch.distributed as dist
 from ds_hetero.elastic.content import read_content
 from ds_hetero.elastic.node.place import TOKEN
 from ds_hetero.elastic.part_fetching import NodeHoldings, Parts, fetch_parts, held_by_node
-from ds_hetero.elastic.segments import Holding, Save, whole_saves
+from ds_hetero.elastic.save_rules import Holding, whole_saves
+from ds_hetero.elastic.segments import Save
 from ds_hetero.elastic.worker import Worker
 from ds_hetero.errors import CheckpointError
 from ds_hetero.runtime.collectives import on_all_ranks

@@ -26,17 +26,14 @@ from ds_hetero.elastic.node.keeper_requests import REQUEST_TIMEOUT_S, put
 from ds_hetero.elastic.node.place import is_full
 from ds_hetero.elastic.node.wire import Message, Wire, connect
 from ds_hetero.elastic.pace import Pace
+from ds_hetero.elastic.save_rules import SLOTS, Part, choose_slot, place_copies
 from ds_hetero.elastic.segments import (
     GROWTH_BYTES,
     HEADER_BYTES,
-    SLOTS,
     SUFFIX,
     Header,
-    Part,
     Save,
     SegmentFile,
-    choose_slot,
-    place_copies,
     read_header,
     signed,
 )

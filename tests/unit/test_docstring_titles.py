@@ -113,8 +113,8 @@ _VERBS_AND_NOUNS = """
 """
 VERBS_AND_NOUNS = frozenset(_VERBS_AND_NOUNS.split())
 _BEFORE_NOUNS = """
-    a all an any are as be by each every for from has have in is its next no of one or same the their this to two was
-    were
+    a all an and any are as at be by each every for from has have in is its next no of on one or over same than the
+    their these this to two was were with
 """
 BEFORE_NOUNS = frozenset(_BEFORE_NOUNS.split())
 # Words that begin a clause, which has a verb that is not the sentence's.

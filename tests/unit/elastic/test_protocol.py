@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 import pytest
 
-from ds_hetero.elastic.segments import (
+from ds_hetero.elastic.save_rules import (
     SLOTS,
     Holding,
     Part,
-    Save,
     choose_slot,
     committed_step,
     place_copies,
     slot_bytes,
     whole_saves,
 )
+from ds_hetero.elastic.segments import Save
 
 
 def _save(step, start="1", world=2):
