@@ -67,9 +67,9 @@ def times_of_passes(plan: Plan, ranks: Sequence[RankTimes], steps: Sequence[Step
     """Return where the time of pipelines went; ``ranks``: what each says, whatever steps it has finished."""
     phases = [dict.fromkeys(("forward_s", "backward_s", "hop_s", "bubble_s"), 0.0) for _ in ranks]
     for step in steps:
-        for rank, times in step.items():
+        for rank, of_step in step.items():
             if plan.place_of(rank) is None:  # it has no stage, and waits for the others
-                phases[rank]["bubble_s"] += times.joined_s
+                phases[rank]["bubble_s"] += of_step.joined_s
         for pipeline, j, rank in _places(plan):
             for name, seconds in phases_of_rank(pipeline, j, rank, step).items():
                 phases[rank][name] += seconds

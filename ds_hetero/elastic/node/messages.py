@@ -3,7 +3,7 @@
 agent -> keeper     {"do": "meet" | "attach", "agent", "info": AgentInfo, "last": LastWords, "round": RoundSeen}
 {"do": "store", "store": [host, port], "number"}      where the store of a round is
 {"do": "alive"}, {"do": "leave", "is_done"}
-keeper -> agent     {"round": Round}          it begins
+keeper -> agent     {"round": RoundBegun}          it begins
 {"broken": reason}        end the workers and come to meet
 {"closed": reason}        the job has ended
 {"redirect": [host, port]}    meet at that keeper
@@ -54,7 +54,7 @@ class RoundSeen(_Membership, total=False):
     keepers: dict[str, Address]
 
 
-class Round(RoundSeen, total=False):
+class RoundBegun(RoundSeen, total=False):
     """A round that begins, as one member is told it."""
 
     infos: list[AgentInfo]  # of the members

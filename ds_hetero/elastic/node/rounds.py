@@ -29,7 +29,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, replace
 
-from ds_hetero.elastic.node.messages import Address, AgentInfo, LastWords, Round, RoundSeen, Tell
+from ds_hetero.elastic.node.messages import Address, AgentInfo, LastWords, RoundBegun, RoundSeen, Tell
 from ds_hetero.elastic.node.restart_policy import RestartPolicy
 from ds_hetero.elastic.node.wire import Message
 
@@ -321,7 +321,7 @@ class Rounds:
         infos = [self._agents[name].info for name in self.members]
         self._remember_keepers(infos)
         for rank, name in enumerate(self.members):
-            begun = Round(number=self.number, members=self.members, infos=infos, keepers=self._keepers, rank=rank)
+            begun = RoundBegun(number=self.number, members=self.members, infos=infos, keepers=self._keepers, rank=rank)
             self._agents[name].waits_since_s = None
             self._agents[name].tell({"round": begun})
 
