@@ -24,7 +24,7 @@ from benchmarks.proof.scopes import Scope, cuts
 from benchmarks.proof.walk import lane_violations
 from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.planner.documents import UnitCosts
-from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout
+from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.sharding.zero_partition import FlatGroup, cut_flat_group, cut_parameter
 from ds_hetero.values.placement import Placement, Rows, stream_placement
 from ds_hetero.values.plans import BatchSplit, Pipeline, Plan, PlannedModel, Stage

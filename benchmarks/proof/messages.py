@@ -23,7 +23,9 @@ from ds_hetero.batch.head_table import HeadTable, members_of, move_table
 from ds_hetero.batch.ring_steps import Ring, make_rings
 from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.batch.routes import Transfer
-from ds_hetero.sharding.gradient_chunks import Bucket, Chunk, Cut, ParameterLayout, chunks_of, fuse
+from ds_hetero.sharding.buckets import Bucket, fuse
+from ds_hetero.sharding.gradient_chunks import Chunk, chunks_of
+from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.sharding.zero_partition import ALIGNMENT
 from ds_hetero.values.placement import Placement, Rows, stream_placement
 from ds_hetero.values.plans import Plan, Stage

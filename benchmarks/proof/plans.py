@@ -8,17 +8,9 @@ from itertools import pairwise, product
 
 from ds_hetero.planner.document_search.remapping import remap
 from ds_hetero.planner.documents import UnitCosts
-from ds_hetero.sharding.gradient_chunks import (
-    Box,
-    Chunk,
-    Cut,
-    ParameterLayout,
-    chunks_of,
-    fuse,
-    gathered_elements,
-    overlaps,
-    reduced_elements,
-)
+from ds_hetero.sharding.buckets import fuse
+from ds_hetero.sharding.gradient_chunks import Box, Chunk, chunks_of, gathered_elements, overlaps, reduced_elements
+from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.sharding.zero_partition import FlatGroup, moves
 from ds_hetero.values.plans import BatchSplit, Plan, Stage
 from ds_hetero.values.plans.timetable import (

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync.shards import Shard, local_tensor
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.sharding.gradient_chunks import ParameterLayout
+from ds_hetero.sharding.parameter_layouts import ParameterLayout
 
 
 def replicas_of(layouts: Mapping[str, ParameterLayout]) -> tuple[tuple[int, ...], ...]:

@@ -22,7 +22,8 @@ from torch.profiler import record_function
 
 from ds_hetero.gradient_sync.shards import Shard
 from ds_hetero.runtime.peers.watch import waiting_for_peers
-from ds_hetero.sharding.gradient_chunks import Box, Bucket, Chunk, box_size
+from ds_hetero.sharding.buckets import Bucket
+from ds_hetero.sharding.gradient_chunks import Box, Chunk, box_size
 
 
 class BucketDtypes(NamedTuple):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ds_hetero.errors import SyncError
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.peers.board import default_group
-from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout
+from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.values.plans import Plan
 
 

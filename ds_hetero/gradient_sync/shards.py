@@ -8,7 +8,8 @@ from math import prod
 from torch import Tensor
 from torch.distributed.tensor import DTensor, placement_types
 
-from ds_hetero.sharding.gradient_chunks import Box, Cut, ParameterLayout
+from ds_hetero.sharding.gradient_chunks import Box
+from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,9 @@ from ds_hetero.runtime.backends import message_device
 from ds_hetero.runtime.peers.board import default_group
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.process_groups import ProcessGroups
-from ds_hetero.sharding.gradient_chunks import Box, Bucket, Chunk, ParameterLayout, chunks_of, fuse
+from ds_hetero.sharding.buckets import Bucket, fuse
+from ds_hetero.sharding.gradient_chunks import Box, Chunk, chunks_of
+from ds_hetero.sharding.parameter_layouts import ParameterLayout
 from ds_hetero.sharding.zero_partition import ALIGNMENT
 
 _GATHERS_IN_FLIGHT = 4  # buckets whose new values are on their way at once

@@ -1,38 +1,29 @@
-"""Costs of documents on the units of every replica: rank 0, which has read the cluster, hands the numbers to all.
-
-Advice on batches of several documents that are cut by their length, as they are where nobody asked otherwise.
-
-Where the tokens of placed documents lie: inside one group, on groups of one node, or on several nodes.
-"""
+"""Costs of documents on the units of every replica: rank 0, which has read the cluster, hands the numbers to all."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
 from ds_hetero.common.text import announce
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.decision.decide import Forecast, JobStart
+from ds_hetero.decision.decide import JobStart
 from ds_hetero.errors import HeteroError
 from ds_hetero.job.rank_times import RankTimes
 from ds_hetero.job.start import World
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.document_search.placement_loads import placement_loads
 from ds_hetero.planner.documents import (
     DocumentPlacer,
     UnitCosts,
     expect_places,
     least_gain,
-    place_documents,
     unit_costs,
 )
-from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.values.schedule import Schedule
-from ds_hetero.values.section import HeterogeneitySection, PlacementSection
+from ds_hetero.values.section import PlacementSection
+
+logger = logging.getLogger(__name__)
 
 
 def agree_on_placer(world: World, start: JobStart, replica_id: int) -> DocumentPlacer | None:
@@ -200,88 +191,3 @@ def predicted_gain_of_documents(old: UnitCosts, new: UnitCosts, ranks: Sequence[
     after = [t * tokens + q * squares for t, q in zip(new.token_s, new.square_s, strict=True)]
     slowest = max(b / a for a, b in zip(before, after, strict=True))
     return 1 - sum(1 / a for a in before) / sum(1 / b for b in after) / slowest
-
-
-logger = logging.getLogger(__name__)
-
-WORTH_SAYING = 0.05  # of the time of a layer
-
-
-class DocumentAdvice:
-    """Says once what placing documents is predicted to save, at the first batch that has several.
-
-    It is silent where the section has ``"placement"``, where nothing is known of the devices, which is so on all ranks
-    but 0, and from the first batch on that is placed by its documents.
-
-    Args:
-        forecasts: one per replica, this rank's first; none where nothing is known of the devices.
-    """
-
-    def __init__(self, section: HeterogeneitySection, forecasts: Sequence[Forecast]) -> None:
-        is_open = "placement" not in section.model_fields_set
-        self._forecast = forecasts[0] if is_open and forecasts else None
-
-    def record_batch(self, batch: BatchLayout) -> None:
-        """Take note that a sharded forward begins."""
-        rows, forecast = batch.placement.rows, self._forecast
-        if forecast is None or len(rows) != 1 or len(rows[0].documents) < 2 or not torch.is_grad_enabled():
-            return
-        self._forecast = None
-        if not batch.placement.is_stream:
-            return
-        cost, documents, length = forecast.cost, rows[0].documents, batch.placement.length
-        if not isinstance(cost, CalibratedCostModel):
-            return
-        schedule = forecast.schedule.shifted(0)
-        costs = unit_costs(cost, schedule)
-        try:
-            placed = place_documents(schedule, documents, length, costs)
-        except HeteroError as error:
-            logger.debug("its documents cannot be placed: %s", error)
-            return
-        cut_s, placed_s = (placement_loads(p, documents, costs).predicted_s for p in (batch.placement, placed))
-        if placed_s < (1 - WORTH_SAYING) * cut_s:
-            announce(
-                f"a batch of {len(documents)} documents is cut by its length. Placed by them, its layers are predicted "
-                f'to take {1 - placed_s / cut_s:.0%} less time: set "placement" to "documents" in the "heterogeneity" '
-                'section, or to "stream" to hear no more of it.'
-            )
-
-
-ZONES = ("local", "node", "cluster")
-
-
-class DocumentZones:
-    """Counts the tokens of this replica's batches by `ds_hetero.values.placement.Lane.zone`; ``node`` of every unit."""
-
-    def __init__(self, node: Sequence[int]) -> None:
-        self._node = node
-        self._tokens: Counter[str] = Counter()
-        self._moved_tokens = 0  # that change ranks for attention
-        self._is_announced = False
-
-    def record_batch(self, batch: BatchLayout) -> None:
-        """Count the tokens of a batch that has several documents, or that was placed by them."""
-        if batch.placement.is_stream and len(batch.placement.rows[0].documents) < 2:
-            return
-        self._moved_tokens += batch.batch_size * sum(move.tokens for move in batch.placement.moves)
-        for lane in batch.placement.lanes:
-            tokens = sum(stop - start for start, stop in lane.spans)
-            self._tokens[lane.zone(self._node)] += batch.batch_size * tokens
-
-    def take_shares(self) -> dict[str, float]:
-        """Shares of the tokens since the last call, by zone; nothing where there were none."""
-        tokens, self._tokens = self._tokens, Counter()
-        total = tokens.total()
-        return {zone: tokens[zone] / total for zone in ZONES} if total else {}
-
-    def announce_once(self, shares: dict[str, float]) -> None:
-        """Say at the first observation where documents lie; for rank 0."""
-        if not shares or self._is_announced:
-            return
-        self._is_announced = True
-        moved = f"; {self._moved_tokens:,} tokens change ranks before attention and after it"
-        announce(
-            f"documents: {shares['local']:.0%} of the tokens lie inside one group of ranks, {shares['node']:.0%} are "
-            f"cut inside a node, {shares['cluster']:.0%} between nodes" + (moved if self._moved_tokens else "")
-        )

@@ -1,6 +1,4 @@
-"""How replicas, and the ZeRO owners, cut a parameter: what the user of the asymmetric gradient synchronization says.
-
-Gradient chunks of replicas that cut a parameter differently.
+"""Gradient chunks of replicas that cut a parameter differently.
 
 HexiScale (arXiv:2409.01143, asymmetric gradient synchronization) lets every pipeline cut a layer for itself: one rank
 holds all of it, two others a half each. Their cuts and that of the ZeRO owners have a common refinement, whose pieces
@@ -9,110 +7,20 @@ sent twice: as many bytes as if all replicas cut alike.
 
 A cut along a dimension is a strided range of memory, a cut of the flat elements is not one of any dimension. Both are
 unions of boxes, one (start, stop) per dimension, and boxes are what is intersected here. Plain integers; no torch.
-
-The buckets that gradient chunks travel in: chunks with the same ranks and dtypes, in the order of the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, groupby, product
+from itertools import chain, product
 from math import prod
 
 from ds_hetero.errors import SyncError
+from ds_hetero.sharding.parameter_layouts import ParameterLayout
 from ds_hetero.sharding.zero_partition import ALIGNMENT, alignment_of
 from ds_hetero.values.splits import Split, refine, share_in_units
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How the ranks of one replica, or the ZeRO owners, cut a parameter between them.
-
-    Args:
-        partial: gradients of copies are parts of a sum (a norm under Megatron's sequence parallelism, a KV head that
-            several ranks share); otherwise they are equal, and each copy accounts for a slice.
-
-    Raises:
-        SyncError: another number of sizes than of parts, a negative size, a part that nobody holds, or a rank that
-            holds two parts.
-    """
-
-    holders: tuple[tuple[int, ...], ...]  # global ranks that hold part ``i``; several hold a copy each
-    sizes: tuple[int, ...]  # of the parts, in units of ``dim``; zero is legal
-    dim: int | None = None  # the dimension that is cut; None cuts the flat elements in row-major order
-    partial: bool = False
-
-    def __post_init__(self) -> None:
-        ranks = self.ranks
-        if len(self.holders) != len(self.sizes) or min(self.sizes, default=-1) < 0 or not all(self.holders):
-            raise SyncError(
-                f"a cut takes one size >= 0 and at least one rank for each part, got sizes {self.sizes} for holders "
-                f"{self.holders}."
-            )
-        if len(set(ranks)) < len(ranks):
-            raise SyncError(f"a rank holds one part of a cut, got holders {self.holders}.")
-
-    @classmethod
-    def whole(cls, shape: Sequence[int], *ranks: int, partial: bool = False) -> Cut:
-        """Every one of ``ranks`` holds all of a parameter of this shape."""
-        return cls((ranks,), (prod(shape),), partial=partial)
-
-    @classmethod
-    def along(cls, dim: int | None, ranks: Sequence[int], sizes: Sequence[int]) -> Cut:
-        """Rank ``ranks[i]`` holds ``sizes[i]`` units of dimension ``dim``, in order (None: of the flat elements)."""
-        return cls(tuple((rank,) for rank in ranks), tuple(sizes), dim)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Every rank that holds something, in order of the parts."""
-        return tuple(chain.from_iterable(self.holders))
-
-    def part(self, rank: int) -> tuple[int, int] | None:
-        """``(start, stop)`` along ``dim`` of what ``rank`` holds; None if it holds nothing."""
-        for holders, extent in zip(self.holders, Split(self.sizes).ranges, strict=True):
-            if rank in holders:
-                return extent
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterLayout:
-    """Shards of one parameter on every replica or stage, and on every ZeRO owner.
-
-    Args:
-        cuts: one per summand of the gradient: per replica, in the same order for every parameter, or per stage that
-            holds the parameter; a rank belongs to one of them.
-        owners: who keeps optimizer state and the sum of the gradients of what, one rank per part. None gives every
-            element to one of its holders, which costs the fewest bytes.
-
-    Raises:
-        SyncError: a cut whose sizes do not sum to the shape, a dimension that does not exist, a rank in two
-            replicas, or a part with several owners.
-    """
-
-    shape: tuple[int, ...]
-    cuts: tuple[Cut, ...]
-    owners: Cut | None = None
-
-    def __post_init__(self) -> None:
-        owners = () if self.owners is None else (self.owners,)
-        for cut in (*self.cuts, *owners):
-            if cut.dim is not None and not 0 <= cut.dim < len(self.shape):
-                raise SyncError(f"a parameter of shape {self.shape} has no dimension {cut.dim} to cut.")
-            units = prod(self.shape) if cut.dim is None else self.shape[cut.dim]
-            if sum(cut.sizes) != units:
-                what = "elements" if cut.dim is None else f"units of dimension {cut.dim}"
-                raise SyncError(
-                    f"a parameter of shape {self.shape} has {units} {what}, but a cut holds {sum(cut.sizes)}: {cut}."
-                )
-        ranks = [rank for cut in self.cuts for rank in cut.ranks]
-        if not ranks or len(set(ranks)) < len(ranks):
-            raise SyncError(f"every rank belongs to one replica, got {[cut.ranks for cut in self.cuts]}.")
-        if any(len(holders) > 1 for cut in owners for holders in cut.holders):
-            raise SyncError(f"every element has one owner, got {self.owners}.")
-
 
 Box = tuple[tuple[int, int], ...]
 """``(start, stop)`` in every dimension of a parameter."""
@@ -314,83 +222,6 @@ def fit_owner_weights(
         largest = max(scaled.values())
         weights = {rank: max(weight / largest, 1e-9) for rank, weight in scaled.items()}
     return weights
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Chunks that travel together, in this order."""
-
-    contributors: tuple[int, ...]  # ranks that contribute to the sums; on the way back, those that hold the values
-    members: tuple[int, ...]  # contributors and owners, ascending: the communicator; alike for alike contributors
-    dtypes: Hashable  # what the elements are while they travel and while they are kept, the same for all chunks
-    chunks: tuple[Chunk, ...]  # in the order of their parameters
-
-    def owned(self, rank: int) -> tuple[Chunk, ...]:
-        """Chunks that go to, or come from, ``rank`` as an owner, in the order in which they travel."""
-        return tuple(chunk for chunk in self.chunks if chunk.owner == rank)
-
-    def owned_sizes(self) -> tuple[int, ...]:
-        """Elements that each member owns."""
-        sizes = dict.fromkeys(self.members, 0)
-        for chunk in self.chunks:
-            sizes[chunk.owner] += chunk.size
-        return tuple(sizes.values())
-
-    def pairs(self) -> set[tuple[int, int]]:
-        """Contributors and the owners that they send elements to; on the way back owners are the senders."""
-        owners = {chunk.owner for chunk in self.chunks if chunk.size}
-        return {(contributor, owner) for contributor in self.contributors for owner in owners if contributor != owner}
-
-    def reduce_sizes(self, rank: int) -> tuple[list[int], list[int]]:
-        """Elements that ``rank`` sends and receives, by rank, on the way to the owners; reversed on the way back."""
-        sizes = self.owned_sizes()
-        owned = sizes[self.members.index(rank)]
-        sent = [size if rank in self.contributors else 0 for size in sizes]
-        return sent, [owned if member in self.contributors else 0 for member in self.members]
-
-
-def fuse(
-    chunks: Sequence[Chunk],
-    contributors: Callable[[Chunk], tuple[int, ...]],
-    dtypes: Mapping[str, Hashable],
-    item_bytes: Mapping[str, int],
-    bucket_bytes: int,
-) -> tuple[Bucket, ...]:
-    """Fuse chunks with the same contributors and dtypes into buckets, in the order in which they become complete.
-
-    Args:
-        chunks: in the order in which their gradients come.
-        contributors: contributors of a chunk; for the way back, its holders.
-        dtypes: of a bucket's elements, by name of the parameter; chunks of different dtypes do not mix.
-        item_bytes: of an element, by name of the parameter.
-        bucket_bytes: a bucket is closed after the parameter with which it has so many.
-    """
-    members: dict[tuple[int, ...], set[int]] = {}
-    for chunk in chunks:
-        members.setdefault(contributors(chunk), set(contributors(chunk))).add(chunk.owner)
-    buckets: list[tuple[int, Bucket]] = []
-    filling: dict[tuple[tuple[int, ...], Hashable], list[Chunk]] = {}
-    filled_bytes: dict[tuple[tuple[int, ...], Hashable], int] = {}
-    last: dict[tuple[tuple[int, ...], Hashable], int] = {}
-
-    def close(key: tuple[tuple[int, ...], Hashable]) -> None:
-        ranks, bucket_dtypes = key
-        buckets.append(
-            (last[key], Bucket(ranks, tuple(sorted(members[ranks])), bucket_dtypes, tuple(filling.pop(key))))
-        )
-        del filled_bytes[key]
-
-    for position, (name, of_parameter) in enumerate(groupby(chunks, lambda chunk: chunk.name)):
-        for chunk in of_parameter:
-            key = contributors(chunk), dtypes[name]
-            filling.setdefault(key, []).append(chunk)
-            filled_bytes[key] = filled_bytes.get(key, 0) + chunk.size * item_bytes[name]
-            last[key] = position
-        for key in [key for key in filling if filled_bytes[key] >= bucket_bytes]:
-            close(key)
-    for key in list(filling):
-        close(key)
-    return tuple(bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0]))
 
 
 def reduced_elements(chunks: Iterable[Chunk], rank: int) -> int:

@@ -22,7 +22,7 @@ from ds_hetero.errors import SyncError
 from ds_hetero.gradient_sync import AsymmetricGradientSync
 from ds_hetero.gradient_sync.model_layouts import tensor_parallel_layouts
 from ds_hetero.gradient_sync.shards import Shard
-from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout
+from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.values.splits import share
 from tests.support import run_ranks
 

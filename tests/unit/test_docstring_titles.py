@@ -43,9 +43,6 @@ TWO_SUBJECTS = frozenset(
         "ds_hetero.frameworks.transformers.stages.parts",
         "ds_hetero.frameworks.transformers.stages.stage_model",
         "ds_hetero.frameworks.trl.adapter",
-        "ds_hetero.job.checkpoints",
-        "ds_hetero.job.documents",
-        "ds_hetero.job.monitor",
         "ds_hetero.job.searches",
         "ds_hetero.models.configs",
         "ds_hetero.models.shapes",
@@ -80,12 +77,9 @@ TWO_SUBJECTS = frozenset(
         "ds_hetero.runtime.attention.kernels.interface",
         "ds_hetero.runtime.attention.kernels.plain",
         "ds_hetero.runtime.attention.kernels.torch_native",
-        "ds_hetero.runtime.recurrent.head_trade",
-        "ds_hetero.runtime.recurrent.scan",
         "ds_hetero.runtime.step_checks.comparison_pace",
         "ds_hetero.selftest.communication",
         "ds_hetero.selftest.summary",
-        "ds_hetero.sharding.gradient_chunks",
         "ds_hetero.values.plans.timetable",
     }
 )

@@ -22,7 +22,8 @@ from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.batch.routes import Round, Routes
 from ds_hetero.planner.document_search.remapping import remap
 from ds_hetero.planner.documents import UnitCosts
-from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of
+from ds_hetero.sharding.gradient_chunks import chunks_of
+from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, one_f_one_b, transfers

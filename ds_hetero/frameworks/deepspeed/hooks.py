@@ -29,7 +29,7 @@ from ds_hetero.frameworks.deepspeed.loading import expect_one_save
 from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling
 from ds_hetero.frameworks.deepspeed.saving import restore_random_states, save_whole
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
-from ds_hetero.job.monitor import PredictionCheck
+from ds_hetero.job.prediction_check import PredictionCheck
 from ds_hetero.runtime.peers.calls import FORWARD, own_calls
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.step_clock import IDLE

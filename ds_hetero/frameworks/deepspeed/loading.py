@@ -22,7 +22,8 @@ from ds_hetero.frameworks.deepspeed.protocols import Engine
 from ds_hetero.frameworks.deepspeed.saving import STAMP
 from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
 from ds_hetero.frameworks.deepspeed.zero.stage12_checkpoint import read_shard
-from ds_hetero.job.checkpoints import Manifest, changed_parts, expect_finished, read_manifest, recover
+from ds_hetero.job.checkpoints import expect_finished, recover
+from ds_hetero.job.manifest import Manifest, changed_parts, read_manifest
 from ds_hetero.runtime.collectives import on_all_ranks
 
 logger = logging.getLogger(__name__)

@@ -28,18 +28,8 @@ from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.in_memory import PartTaker, standing_in
 from ds_hetero.frameworks.deepspeed.protocols import CheckpointEngine, Content, Engine, State
-from ds_hetero.job.checkpoints import (
-    DRAFT,
-    MANIFEST,
-    Manifest,
-    SavedFile,
-    begin,
-    discard,
-    draft_of,
-    publish,
-    seal_part,
-    why_not_written,
-)
+from ds_hetero.job.checkpoints import DRAFT, begin, discard, draft_of, publish, why_not_written
+from ds_hetero.job.manifest import MANIFEST, Manifest, SavedFile, seal_part
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.epochs import process_states, set_process_states
 from ds_hetero.values.plans import Plan

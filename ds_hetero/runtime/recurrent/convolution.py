@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.devices import copied_to
-from ds_hetero.runtime.recurrent.head_trade import HeadTrade, head_trade, pieces_of, sequences_of
+from ds_hetero.runtime.recurrent.head_trade import HeadTrade, head_trade
+from ds_hetero.runtime.recurrent.sequences import pieces_of, sequences_of
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 from ds_hetero.values.placement import Placement, Range, Rows

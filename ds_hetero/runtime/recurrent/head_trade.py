@@ -6,14 +6,11 @@ heads that its value heads need, and a key head that lies on a cut travels to bo
 
 Dimension key: B batch, s this rank's tokens, L tokens of the sequence, N heads of one tensor, n those of one rank.
 Source: DeepSpeed-Ulysses (arXiv:2309.14509), with uneven tokens and heads.
-
-Where the state of a recurrent layer starts anew.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -29,7 +26,7 @@ from ds_hetero.runtime.devices import copied_to
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, Clock
-from ds_hetero.values.placement import Placement, Range, Rows
+from ds_hetero.values.placement import Placement, Range
 
 Cuts = tuple[Range, ...]
 """Heads ``[start, stop)`` of one tensor by rank; they may overlap."""
@@ -201,28 +198,3 @@ def _places_by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 def _size(cut: Range) -> int:
     return cut[1] - cut[0]
-
-
-def sequences_of(batch: BatchLayout) -> tuple[Rows, ...]:
-    """Return the batch's rows with the intervals through each of which one state runs, together in order.
-
-    A packed row has a state for each document, as the kernels of flash-linear-attention and mamba-ssm have it. Padding
-    is no document: a padded row is one sequence, padding included, as it is on one process, where the layers set the
-    inputs of padding to zero and run through it.
-    """
-    whole = ((0, batch.placement.length),)
-    return tuple(
-        rows if len(rows.documents) > 1 else Rows(rows.start, rows.stop, whole) for rows in batch.placement.rows
-    )
-
-
-def pieces_of(intervals: Sequence[Range], documents: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
-    """(start of the document, start, stop) of every part of an interval in one document, in the order of tokens."""
-    starts = [start for start, _ in documents]
-    for low, high in intervals:
-        at = max(bisect_right(starts, low) - 1, 0)
-        while at < len(documents) and documents[at][0] < high:
-            first, last = documents[at]
-            if max(first, low) < min(last, high):
-                yield first, max(first, low), min(last, high)
-            at += 1

@@ -22,8 +22,10 @@ from ds_hetero.runtime.documents import (
     rows_of,
 )
 from ds_hetero.runtime.recurrent.convolution import convolution
-from ds_hetero.runtime.recurrent.head_trade import sequences_of
-from ds_hetero.runtime.recurrent.scan import PassedState, Scan, head_cuts, pass_states, scan
+from ds_hetero.runtime.recurrent.scan import head_cuts, scan
+from ds_hetero.runtime.recurrent.scan_call import PassedState, Scan
+from ds_hetero.runtime.recurrent.sequences import sequences_of
+from ds_hetero.runtime.recurrent.state_passing import pass_states
 from ds_hetero.runtime.replica import Replica, make_replica
 from ds_hetero.runtime.step_clock import UNTIMED
 from ds_hetero.values.plans import Plan

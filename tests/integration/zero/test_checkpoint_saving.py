@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.job.checkpoints import MANIFEST, begin, draft_of, publish, recover
+from ds_hetero.job.checkpoints import begin, draft_of, publish, recover
+from ds_hetero.job.manifest import MANIFEST
 from tests.integration.tiny import UNEVEN_2, batches, ds_config, llama
 from tests.integration.trainer.test_trainer import make_trainer
 from tests.support import run_deepspeed, run_to_the_end

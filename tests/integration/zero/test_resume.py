@@ -53,7 +53,7 @@ def _train(engine: Any, loader: Any, epochs: int, folder: str = "", stop: int = 
 def _resume(rank: int, folder: str) -> list[str]:
     from ds_hetero.errors import CheckpointError
     from ds_hetero.frameworks.deepspeed.saving import restore_random_states
-    from ds_hetero.job.checkpoints import Manifest, read_manifest
+    from ds_hetero.job.manifest import Manifest, read_manifest
 
     for stage in (1, 3):
         engine, loader = _begin(stage, 1)

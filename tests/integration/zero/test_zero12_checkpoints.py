@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.job.checkpoints import MANIFEST
+from ds_hetero.job.manifest import MANIFEST
 from tests.integration.tiny import LR, UNEVEN_2, batches, ds_config, llama
 from tests.integration.trainer.test_trainer import assert_same_logs, logged, make_trainer, one_process, ranks
 from tests.integration.zero.test_zero12 import two_groups, whole_state

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.job.checkpoints import MANIFEST
+from ds_hetero.job.manifest import MANIFEST
 from tests.integration.tiny import (
     UNEVEN_2,
     UNEVEN_4,

@@ -20,7 +20,7 @@ from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import plan, strategy
 from ds_hetero.reporting.described_plan import _config_of
 from ds_hetero.runtime.attention.batch_layout import batch_layout
-from ds_hetero.runtime.recurrent.scan import chains_of
+from ds_hetero.runtime.recurrent.state_passing import chains_of
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.baselines import ring, ulysses
 from ds_hetero.values.placement import Rows, stream_placement

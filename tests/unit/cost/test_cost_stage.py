@@ -18,7 +18,8 @@ from ds_hetero.errors import PlanError
 from ds_hetero.gradient_sync import AsymmetricGradientSync
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of, gathered_elements, reduced_elements
+from ds_hetero.sharding.gradient_chunks import chunks_of, gathered_elements, reduced_elements
+from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.values.baselines import ulysses
 from ds_hetero.values.plans import INNER
 from ds_hetero.values.plans.section_keys import SECTION_KEYS

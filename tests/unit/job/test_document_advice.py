@@ -11,7 +11,8 @@ from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cluster.catalogue import UNMEASURED_ERROR
 from ds_hetero.cost import Workload
 from ds_hetero.decision.decide import JobStart, forecast
-from ds_hetero.job.documents import DocumentAdvice, agree_on_placer
+from ds_hetero.job.document_advice import DocumentAdvice
+from ds_hetero.job.documents import agree_on_placer
 from ds_hetero.job.start import World
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.documents.summary import documents_of, report_documents

@@ -1,6 +1,6 @@
 """Tokens of a batch are counted in the zone of their lane."""
 
-from ds_hetero.job.documents import DocumentZones
+from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.placement import Lane, Placement, Rows, TokenMove

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from ds_hetero.errors import CheckpointError
-from ds_hetero.job.checkpoints import make_folder, write_index, write_text, write_weights
+from ds_hetero.job.weight_files import make_folder, write_index, write_text, write_weights
 from tests.file_limits import small_files
 
 WEIGHTS = {"layer.weight": torch.arange(4096.0).view(64, 64).t()}

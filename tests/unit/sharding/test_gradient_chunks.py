@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.gradient_sync import ring_reduce_scatter_elements
 from ds_hetero.errors import SyncError
-from ds_hetero.sharding.gradient_chunks import (
-    Chunk,
-    Cut,
-    ParameterLayout,
-    chunks_of,
-    fit_owner_weights,
-    fuse,
-    gathered_elements,
-    reduced_elements,
-)
+from ds_hetero.sharding.buckets import fuse
+from ds_hetero.sharding.gradient_chunks import Chunk, chunks_of, fit_owner_weights, gathered_elements, reduced_elements
+from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 
 ONE_TWO_FOUR = ((0,), (1, 2), (3, 4, 5, 6))
 

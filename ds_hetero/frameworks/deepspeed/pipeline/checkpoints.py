@@ -30,16 +30,9 @@ from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.protocols import Content, State
 from ds_hetero.frameworks.deepspeed.saving import restore_random_states, save_whole
 from ds_hetero.gradient_sync.shards import local_tensor, whole_parameter
-from ds_hetero.job.checkpoints import (
-    changed_parts,
-    expect_finished,
-    file_name,
-    make_folder,
-    read_manifest,
-    write_index,
-    write_text,
-    write_weights,
-)
+from ds_hetero.job.checkpoints import expect_finished
+from ds_hetero.job.manifest import changed_parts, read_manifest
+from ds_hetero.job.weight_files import file_name, make_folder, write_index, write_text, write_weights
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.sharding.gradient_chunks import Box, box_size
 

@@ -29,7 +29,8 @@ from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.attention import expect_whole_batch
 from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.recurrent.convolution import convolution
-from ds_hetero.runtime.recurrent.scan import PassedState, Scan, Tensors, scan
+from ds_hetero.runtime.recurrent.scan import scan
+from ds_hetero.runtime.recurrent.scan_call import PassedState, Scan, Tensors
 
 KEYWORD = "ds_hetero_forward"  # under which layers are handed the sharded forward
 

@@ -39,7 +39,7 @@ from ds_hetero.frameworks.transformers.stages.parts import (
     without_memory,
 )
 from ds_hetero.gradient_sync.shards import whole_parameter
-from ds_hetero.job.checkpoints import file_name, make_folder, write_index, write_weights
+from ds_hetero.job.weight_files import file_name, make_folder, write_index, write_weights
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.cut_dropout import same_draws
 from ds_hetero.runtime.data.shards import Entries, PlacedBatch, model_inputs

@@ -18,7 +18,8 @@ from ds_hetero.models import load_model
 from ds_hetero.planner.pipeline_search.finish import finish, memory_bytes, to_plan
 from ds_hetero.planner.pipeline_search.starts import judge_layers
 from ds_hetero.planner.pipelines.given import judge_plan, owners_of
-from ds_hetero.sharding.gradient_chunks import Cut, ParameterLayout, chunks_of, gathered_elements, reduced_elements
+from ds_hetero.sharding.gradient_chunks import chunks_of, gathered_elements, reduced_elements
+from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.values.plans import read_plan
 from tests.unit.cost.test_cost_stage import parameters_of
 

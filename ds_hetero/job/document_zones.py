@@ -1,0 +1,47 @@
+"""Zones of placed documents: inside one group, on groups of one node, or on several nodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ds_hetero.common.text import announce
+from ds_hetero.runtime.attention.batch_layout import BatchLayout
+
+ZONES = ("local", "node", "cluster")
+
+
+class DocumentZones:
+    """Counts the tokens of this replica's batches by `ds_hetero.values.placement.Lane.zone`; ``node`` of every unit."""
+
+    def __init__(self, node: Sequence[int]) -> None:
+        self._node = node
+        self._tokens: Counter[str] = Counter()
+        self._moved_tokens = 0  # that change ranks for attention
+        self._is_announced = False
+
+    def record_batch(self, batch: BatchLayout) -> None:
+        """Count the tokens of a batch that has several documents, or that was placed by them."""
+        if batch.placement.is_stream and len(batch.placement.rows[0].documents) < 2:
+            return
+        self._moved_tokens += batch.batch_size * sum(move.tokens for move in batch.placement.moves)
+        for lane in batch.placement.lanes:
+            tokens = sum(stop - start for start, stop in lane.spans)
+            self._tokens[lane.zone(self._node)] += batch.batch_size * tokens
+
+    def take_shares(self) -> dict[str, float]:
+        """Shares of the tokens since the last call, by zone; nothing where there were none."""
+        tokens, self._tokens = self._tokens, Counter()
+        total = tokens.total()
+        return {zone: tokens[zone] / total for zone in ZONES} if total else {}
+
+    def announce_once(self, shares: dict[str, float]) -> None:
+        """Say at the first observation where documents lie; for rank 0."""
+        if not shares or self._is_announced:
+            return
+        self._is_announced = True
+        moved = f"; {self._moved_tokens:,} tokens change ranks before attention and after it"
+        announce(
+            f"documents: {shares['local']:.0%} of the tokens lie inside one group of ranks, {shares['node']:.0%} are "
+            f"cut inside a node, {shares['cluster']:.0%} between nodes" + (moved if self._moved_tokens else "")
+        )
