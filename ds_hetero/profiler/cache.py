@@ -28,8 +28,9 @@ from ds_hetero.common.text import bytes_text
 from ds_hetero.errors import ClusterError, ConfigError
 from ds_hetero.profiler.cluster_file import VERSION, RankFacts, cluster_content, fingerprint
 from ds_hetero.profiler.device_probes import AttentionProbe, SdpaProbe
+from ds_hetero.profiler.live_ranks import describe_ranks, own_rank, process_group
 from ds_hetero.profiler.machine import busy_reason
-from ds_hetero.profiler.measure import WINDOW_S, describe_ranks, measure, own_rank, process_group
+from ds_hetero.profiler.measure import WINDOW_S, measure
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, default_dtype
 

@@ -5,26 +5,20 @@
 Devices run layers, attention blocks and copies, all ranks at once; then pairs of ranks exchange messages inside nodes
 and between them, alone and all at once, and groups exchange ragged all-to-alls. `ds_hetero.profiler.fit` turns timings
 into numbers. The raw timings stay in the file under ``profile``, with the errors of the fits.
-
-Description of the live ranks, before anything is timed, and the process group over which they exchange it.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.cluster_file import RankFacts, cluster_content, nodes_of
@@ -45,12 +39,12 @@ from ds_hetero.profiler.link_probes import (
     rounds_between,
     rounds_inside,
 )
+from ds_hetero.profiler.live_ranks import describe_ranks, own_rank, process_group
 from ds_hetero.profiler.machine import CpuWatch, quietness_of
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, default_dtype
 
 WINDOW_S = 0.15  # per timing; the measurement as a whole takes about half a minute
-
 Advance = Callable[[str, float], None]
 """Shows what is measured now, and adds to the part of everything that is done."""
 
@@ -173,61 +167,3 @@ def _progress(shown: bool) -> Iterator[Advance]:
     with Progress(*columns, console=Console(file=sys.stderr)) as progress:
         task = progress.add_task("devices", total=1.0)
         yield lambda what, share: progress.update(task, description=what, advance=share)
-
-
-@contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """Make and destroy the default process group if there is none and the launcher's variables are set."""
-    if dist.is_initialized() or "RANK" not in os.environ:
-        yield
-        return
-    if device.type != "cpu":
-        torch.cuda.set_device(device)
-    # With a device NCCL's communicator is made here, by all ranks, and not at a first call that only some may make.
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "nccl", device_id=None if device.type == "cpu" else device
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def own_rank() -> int:
-    """This rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def describe_ranks(device: torch.device, dtype: torch.dtype, attention: AttentionProbe) -> list[RankFacts]:
-    """Describe all ranks; CPU ranks of a host share its memory. Caller: every rank. Collectives: one `on_all_ranks`."""
-    ranks = on_all_ranks(lambda: _describe(device, dtype, attention))
-    on_host = Counter(rank.host for rank in ranks if rank.device == "CPU")
-    return [replace(r, memory_bytes=r.memory_bytes // on_host[r.host]) if r.device == "CPU" else r for r in ranks]
-
-
-def _describe(device: torch.device, dtype: torch.dtype, attention: AttentionProbe) -> RankFacts:
-    if device.type == "cpu":
-        name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        properties = torch.cuda.get_device_properties(device)
-        memory = properties.total_memory
-        name = catalogue_name(properties.name, memory) or properties.name
-    return RankFacts(
-        node=f"{socket.gethostname()} {_network_namespace()}",
-        host=socket.gethostname(),
-        device=name,
-        memory_bytes=memory,
-        torch=torch.__version__,
-        dtype=str(dtype).removeprefix("torch."),
-        attention=attention.name,
-        head_dim=attention.head_dim,
-        softcap=attention.softcap,
-    )
-
-
-def _network_namespace() -> str:
-    """Ranks of one host in different network namespaces (containers) talk over the network like different hosts."""
-    try:
-        return os.readlink("/proc/self/ns/net")
-    except OSError:
-        return ""

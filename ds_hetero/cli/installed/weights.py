@@ -37,7 +37,7 @@ def weights(checkpoint: Path, out: Path, tag: str | None, dtype: str | None, as_
     with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs as it is imported
         import torch
 
-        from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import consolidate
+        from ds_hetero.frameworks.deepspeed.pipeline.consolidation import consolidate
 
     written = consolidate(checkpoint, tag, out, None if dtype is None else getattr(torch, dtype))
     if as_json:

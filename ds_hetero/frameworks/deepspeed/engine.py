@@ -78,7 +78,8 @@ from ds_hetero.frameworks.deepspeed.mpu import (
 from ds_hetero.frameworks.deepspeed.names import COLLECTIVES, HANDLES, ZERO_3_IDENTITIES
 from ds_hetero.frameworks.deepspeed.pipeline.checkpoints import frozen_state, load_any_plan, save_pipelines
 from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
-from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine, expect_passes, keep_books, run_passes
+from ds_hetero.frameworks.deepspeed.pipeline.hooks import expect_passes, keep_books, run_passes
+from ds_hetero.frameworks.deepspeed.pipeline.pipelined_engine import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.protocols import Arguments
 from ds_hetero.frameworks.deepspeed.saving import copy_script_last
 from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3

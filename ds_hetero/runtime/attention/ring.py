@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_hetero.batch.ring_steps import KernelCall, Ring
-from ds_hetero.runtime.attention.channel import NOTHING, Channel, Rounds, run_as_ready, run_in_order
+from ds_hetero.runtime.attention.channel import NOTHING, Channel
 from ds_hetero.runtime.attention.kernel_calls import BlockCall, Call, local_kv, pack_kv, packed_calls
 from ds_hetero.runtime.attention.kernels import AttentionKernel, SavedForward, Scores
 from ds_hetero.runtime.attention.lane_mail import GradientBlocks, KVBlocks, LaneMail
+from ds_hetero.runtime.attention.round_order import Rounds, run_as_ready, run_in_order
 from ds_hetero.runtime.step_clock import ATTENTION, RING_WAIT, UNTIMED, Clock
 
 # Operations a pair of query and key and element of a head: QK^T and PV forward; the scores again, dV, dP, dQ and dK

@@ -63,7 +63,7 @@ def _read_the_table(rank: int) -> tuple[dict[str, list[str]], dict[str, list[str
     from ds_hetero.frameworks.deepspeed.engine import HOOKS
     from ds_hetero.frameworks.deepspeed.hooks import SplitEngine
     from ds_hetero.frameworks.deepspeed.names import ATTRIBUTES, PRIVATE_NAMES
-    from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
+    from ds_hetero.frameworks.deepspeed.pipeline.pipelined_engine import PipelinedEngine
     from ds_hetero.frameworks.deepspeed.protocols import Engine
 
     engine = deepspeed.DeepSpeedEngine

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ds_hetero.runtime.attention.channel import _Waiters
+from ds_hetero.runtime.attention.round_order import _Waiters
 
 
 def test_threads_that_wait_are_used_again():

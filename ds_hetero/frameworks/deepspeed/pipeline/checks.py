@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from ds_hetero.frameworks.deepspeed.checks import SameGroups
-from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.pipeline.optimizer import PipelineOptimizer
+from ds_hetero.frameworks.deepspeed.pipeline.pipelined_engine import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.zero.used_parameters import UsedParameters
 from ds_hetero.runtime.step_checks import StepCheck
 

@@ -36,7 +36,6 @@ from ds_hetero.frameworks.deepspeed.installer import HookedEngine, Installer
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.frameworks.deepspeed.mpu import Mpu, SequenceMpu
 from ds_hetero.frameworks.deepspeed.pipeline.checks import checks_of_pipelines
-from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import clipping_of, groups_of_lone_rank, lone_configuration
 from ds_hetero.frameworks.deepspeed.pipeline.optimizer import (
     Groups,
@@ -49,6 +48,7 @@ from ds_hetero.frameworks.deepspeed.pipeline.optimizer import (
     owned_of_group,
     synchronizer_of,
 )
+from ds_hetero.frameworks.deepspeed.pipeline.pipelined_engine import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.protocols import Engine
 from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.job.replanning import Replanning

@@ -1,50 +1,20 @@
-"""An engine of DeepSpeed's whose model is a stage of a pipeline, and what the hooks around its methods need.
-
-Hooks of an engine whose model is a stage of a pipeline.
-"""
+"""Hooks of an engine whose model is a stage of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.engine.arguments import refusals
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import BatchError
-from ds_hetero.frameworks.deepspeed.installer import HookedEngine
+from ds_hetero.frameworks.deepspeed.pipeline.pipelined_engine import PipelinedEngine
 from ds_hetero.runtime.data.shards import WholeBatch, read_batch
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.pipeline.batches import StageBatch, micro_batches, of_at_most, samples_of_step
-from ds_hetero.runtime.pipeline.runner import PipelineRunner
-from ds_hetero.runtime.process_groups import ProcessGroups
-from ds_hetero.values.plans import Plan
-
-
-@dataclass(kw_only=True)
-class PipelinedEngine(HookedEngine):
-    """An engine whose model is a stage of a pipeline; ``outputs_with`` makes a model's outputs of a loss and sums."""
-
-    plan: Plan  # what all ranks do
-    stage: StagedModel  # this rank's part of the model
-    runner: PipelineRunner | None  # of its passes; None on a rank that is idle
-    groups: ProcessGroups  # process groups made so far, to be used again
-    outputs_with: Callable[[Tensor, Tensor | None], Any]
-    loss: Tensor | None = None  # of the passes that have yet to be followed by a step
-
-    @property
-    def why_batch_is_fixed(self) -> str:
-        """The engine would count micro-batches that no pipeline has."""
-        return (
-            f"the batch of pipelines is the plan's ({self.plan.batch_split}) and cannot be changed; change "
-            "micro_batch_size and micro_batches in the plan."
-        )
-
 
 _MEASURES = "fused_lm_head"  # by which TRL's trainers ask for outputs with what they log of tokens
 _ITEMS = "num_items_in_batch"

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.deepspeed.pipeline.hooks import PipelinedEngine
+from ds_hetero.frameworks.deepspeed.pipeline.pipelined_engine import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.protocols import Content, State
 from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.gradient_sync.relayout import move_owned

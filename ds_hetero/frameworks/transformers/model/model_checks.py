@@ -24,13 +24,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hetero.common.reading import NameRow, shortened
 from ds_hetero.errors import ModelError
-from ds_hetero.frameworks.transformers.model.embeddings import LENGTH_DEPENDENT, depends_on_length
 from ds_hetero.frameworks.transformers.model.recurrent_layers import (
     LAYER_TYPES,
     has_doors,
     has_scan_without_door,
     mixes_by_door,
 )
+from ds_hetero.frameworks.transformers.model.rotary_length import LENGTH_DEPENDENT, depends_on_length
 from ds_hetero.frameworks.transformers.model.router_losses import has_router_loss
 from ds_hetero.frameworks.transformers.model.towers import front_of, has_towers, makes_masks, text_decoder_of
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel

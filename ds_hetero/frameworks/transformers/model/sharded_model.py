@@ -19,13 +19,7 @@ from ds_hetero.engine.forward_mode import ShardedForward, change_mode, sharding_
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.transformers.attention import NAME, remember_implementation, restore_implementation
 from ds_hetero.frameworks.transformers.model.class_loss import class_with_own_forward
-from ds_hetero.frameworks.transformers.model.embeddings import (
-    RopeLength,
-    expect_no_noise,
-    position_counter,
-    scale_noise,
-    with_positions,
-)
+from ds_hetero.frameworks.transformers.model.embeddings import position_counter, with_positions
 from ds_hetero.frameworks.transformers.model.entrance import Entrance, expect_shard_shapes, expect_whole, local_batch
 from ds_hetero.frameworks.transformers.model.model_checks import (
     POOLS,
@@ -36,8 +30,10 @@ from ds_hetero.frameworks.transformers.model.model_checks import (
     pretrained_of,
     why_evaluated_whole,
 )
+from ds_hetero.frameworks.transformers.model.neftune import expect_no_noise, scale_noise
 from ds_hetero.frameworks.transformers.model.own_loss import own_loss_function
 from ds_hetero.frameworks.transformers.model.recurrent_layers import KEYWORD, expect_doors_used, has_doors, open_doors
+from ds_hetero.frameworks.transformers.model.rotary_length import RopeLength
 from ds_hetero.frameworks.transformers.model.router_losses import (
     has_router_loss,
     mark_router_logits,

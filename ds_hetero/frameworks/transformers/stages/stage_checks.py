@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_hetero.errors import ModelError, PlanError
-from ds_hetero.frameworks.transformers.model.embeddings import depends_on_length
 from ds_hetero.frameworks.transformers.model.model_checks import check_model, head_counts, pretrained_of
 from ds_hetero.frameworks.transformers.model.own_loss import own_loss_function
+from ds_hetero.frameworks.transformers.model.rotary_length import depends_on_length
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.frameworks.transformers.stages.meta import fill_buffers, is_on_meta
 from ds_hetero.frameworks.transformers.stages.parts import (

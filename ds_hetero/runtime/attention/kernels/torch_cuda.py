@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_hetero.batch.tiles import CAUSAL, FULL, Band, Tile, decompose
+from ds_hetero.runtime.attention.kernels.band_tiles import backward_by_tiles, forward_by_tiles
 from ds_hetero.runtime.attention.kernels.interface import (
     Blocks,
     PackedBlocks,
@@ -20,7 +21,7 @@ from ds_hetero.runtime.attention.kernels.interface import (
     head_first,
     window_of_blocks,
 )
-from ds_hetero.runtime.attention.kernels.plain import backward_by_tiles, forward_by_tiles, plain_backward, plain_forward
+from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
 
 _aten = torch.ops.aten
 

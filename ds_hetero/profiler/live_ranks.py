@@ -1,0 +1,78 @@
+"""Description of the live ranks, before anything is timed, and the process group over which they exchange it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from ds_hetero.cluster.names import catalogue_name
+from ds_hetero.profiler.cluster_file import RankFacts
+from ds_hetero.profiler.device_probes import (
+    AttentionProbe,
+)
+from ds_hetero.runtime.collectives import on_all_ranks
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """Make and destroy the default process group if there is none and the launcher's variables are set."""
+    if dist.is_initialized() or "RANK" not in os.environ:
+        yield
+        return
+    if device.type != "cpu":
+        torch.cuda.set_device(device)
+    # With a device NCCL's communicator is made here, by all ranks, and not at a first call that only some may make.
+    dist.init_process_group(
+        "gloo" if device.type == "cpu" else "nccl", device_id=None if device.type == "cpu" else device
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def own_rank() -> int:
+    """This rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def describe_ranks(device: torch.device, dtype: torch.dtype, attention: AttentionProbe) -> list[RankFacts]:
+    """Describe all ranks; CPU ranks of a host share its memory. Caller: every rank. Collectives: one `on_all_ranks`."""
+    ranks = on_all_ranks(lambda: _describe(device, dtype, attention))
+    on_host = Counter(rank.host for rank in ranks if rank.device == "CPU")
+    return [replace(r, memory_bytes=r.memory_bytes // on_host[r.host]) if r.device == "CPU" else r for r in ranks]
+
+
+def _describe(device: torch.device, dtype: torch.dtype, attention: AttentionProbe) -> RankFacts:
+    if device.type == "cpu":
+        name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        properties = torch.cuda.get_device_properties(device)
+        memory = properties.total_memory
+        name = catalogue_name(properties.name, memory) or properties.name
+    return RankFacts(
+        node=f"{socket.gethostname()} {_network_namespace()}",
+        host=socket.gethostname(),
+        device=name,
+        memory_bytes=memory,
+        torch=torch.__version__,
+        dtype=str(dtype).removeprefix("torch."),
+        attention=attention.name,
+        head_dim=attention.head_dim,
+        softcap=attention.softcap,
+    )
+
+
+def _network_namespace() -> str:
+    """Ranks of one host in different network namespaces (containers) talk over the network like different hosts."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
