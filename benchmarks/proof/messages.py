@@ -29,7 +29,7 @@ from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.sharding.zero_partition import ALIGNMENT
 from ds_hetero.values.placement import Placement, Rows, stream_placement
 from ds_hetero.values.plans import Plan, Stage
-from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, one_f_one_b, transfers
+from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, gradients_due, one_f_one_b, transfers
 from ds_hetero.values.splits import share
 
 HEAD_DIM, ITEM_BYTES, DTYPE = 8, 4, "float32"
@@ -496,7 +496,7 @@ class _Passes:
         self._asked: dict[str, deque[list[int]]] = {FORWARD: deque(), BACKWARD: deque()}
         self._out: deque[list[int]] = deque()
         self._num_asked, self._num_taken = {FORWARD: 0, BACKWARD: 0}, {FORWARD: 0, BACKWARD: 0}
-        self._num_sent = 0  # outputs to the stage after
+        self._num_due = 0  # gradients for which the stage after has all that it needs
 
     def run(self) -> None:
         """All passes."""
@@ -507,7 +507,8 @@ class _Passes:
             if kind == FORWARD:
                 self._layers(k)
                 self._send(self._after, k, ACTIVATIONS)
-                self._num_sent = k + 1
+                if self._after is not None:
+                    self._num_due = gradients_due(self._pipeline.in_flight(self._j + 1), k + 1, self._count)
                 self._ask(BACKWARD)
             else:
                 self._backward(k)
@@ -575,15 +576,18 @@ class _Passes:
             connect(self._log, sorted((*source.ranks, *target.ranks)), purpose, pairs)
 
     def _ask(self, kind: str) -> None:
-        """Post the receives of the next micro-batch, one ahead of what is taken; a gradient's once its output left."""
+        """Post the receives of the next micro-batch, one ahead of what is taken; a gradient's once it can come."""
         source = self._before if kind == FORWARD else self._after
-        expected = self._count if kind == FORWARD else self._num_sent
+        expected = self._count if kind == FORWARD else self._num_due
         k = self._num_asked[kind]
         if source is not None and k < min(self._num_taken[kind] + 1, expected):
             self._num_asked[kind] += 1
             self._asked[kind].append(self._hop(source, self._stage, k, ACTIVATIONS if kind == FORWARD else GRADIENTS))
 
     def _take(self, kind: str, k: int) -> None:
+        if kind == BACKWARD and self._after is not None and not self._asked[kind]:
+            self._num_due = k + 1
+            self._ask(kind)
         if self._asked[kind]:
             self._log.wait(*self._asked[kind].popleft())
             if self._stage.inner == "tensor":

@@ -4,9 +4,10 @@ A step runs every micro-batch of the rank's pipeline forward and backward. Recei
 ahead, so that a transfer runs under the pass before it; sends are waited for when their stage runs so many passes ahead
 that they must have arrived. What is kept of a micro-batch between its two passes is the stage's input and its output.
 
-A gradient is asked for when the output that it belongs to has been sent, and no earlier: on NCCL a posted receive
-occupies the device until its message comes, and until then whatever needs an idle device stands still, such as memory
-that is given back to the driver. Before its first message a step connects the ranks that it will send between.
+A gradient is asked for when the stage after has all outputs that it needs before it sends it, and no earlier: on NCCL
+a posted receive occupies the device until its message comes, and until then whatever needs an idle device stands still,
+such as memory that is given back to the driver. Before its first message a step connects the ranks that it will send
+between.
 
 Dimension key: b rows of a micro-batch, L tokens of its sequences, s tokens of this rank, H hidden size.
 """
@@ -25,7 +26,7 @@ from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.pipeline.hops import Boundary, BoundaryGroups, Receiving, Sending
 from ds_hetero.runtime.step_clock import UNTIMED, Clock
 from ds_hetero.values.plans import Pipeline, Plan
-from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, Action, one_f_one_b
+from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, Action, gradients_due, one_f_one_b
 
 StageCompute = Callable[[StageBatch, Tensor | None], Tensor]
 """The layers of a stage: the forward of a micro-batch, of which the stage takes this rank's tokens.
@@ -119,6 +120,7 @@ class PipelineRunner:
         inputs = _Inbox(near.inputs, batches, self._width, self._dtype)
         inputs.expect(len(batches))
         gradients = _Inbox(near.output_gradients if has_backwards else None, batches, self._width, self._dtype)
+        in_flight_after = 1 if near.outputs is None else near.pipeline.in_flight(near.stage + 1)
         outbox = _Outbox(near.pipeline.in_flight(0))
         kept: dict[int, tuple[Tensor | None, Tensor]] = {}
         total: Tensor | None = None
@@ -137,7 +139,7 @@ class PipelineRunner:
                     total = output.detach().clone() if total is None else total + output.detach()
                 else:
                     outbox.put(near.outputs.send(output.detach(), batches[k].length))
-                    gradients.expect(k + 1)
+                    gradients.expect(gradients_due(in_flight_after, k + 1, len(batches)))
                 if not torch.is_grad_enabled():
                     kept.clear()
             else:
@@ -180,7 +182,11 @@ class _Inbox:
         self._num_taken = self._num_asked = self._num_expected = 0
 
     def expect(self, count: int) -> None:
-        """The neighbour can now send what belongs to the first ``count`` micro-batches."""
+        """The neighbour needs nothing further of this rank to send what belongs to the first ``count`` micro-batches.
+
+        Nothing else may be asked for: NCCL's receive is a kernel that runs until the message has come, and while it
+        runs the allocator cannot give memory back, and no module be loaded, which the next forward may have to do.
+        """
         self._num_expected = count
         self._ask()
 
@@ -188,6 +194,8 @@ class _Inbox:
         """Return what belongs to micro-batch ``k``, the next in order; None without a boundary."""
         if self._boundary is None:
             return None
+        if not self._asked:
+            self.expect(k + 1)  # a plan whose next stage runs further ahead than this one
         received = self._asked.popleft().wait()
         self._num_taken = k + 1
         self._ask()

@@ -50,6 +50,14 @@ def one_f_one_b(in_flight: int, micro_batches: int) -> list[Action]:
     return actions + [Action(BACKWARD, k) for k in range(micro_batches - warm_up, micro_batches)]
 
 
+def gradients_due(in_flight_after: int, sent: int, micro_batches: int) -> int:
+    """How many gradients a stage gets back for ``sent`` outputs, without sending any further.
+
+    Backward k of the stage after, whose ``in_flight`` is given, follows its forward k + in_flight - 1.
+    """
+    return micro_batches if sent == micro_batches else max(sent - in_flight_after + 1, 0)
+
+
 class ActivationTransfer(NamedTuple):
     """One message of a hop."""
 
