@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_hetero.runtime.peers.board import Board, Processes, Status, begin_counting, own_collectives
+from ds_hetero.runtime.peers.board import Board, Processes, Status, own_collectives
 from ds_hetero.runtime.peers.calls import FETCH, History, own_calls
 from ds_hetero.runtime.peers.diagnosis import Diagnosis
+from ds_hetero.runtime.peers.posted import begin_noting
 from ds_hetero.runtime.peers.watch import start_watch
 from tests.support import run_ranks
 
@@ -31,7 +32,7 @@ def _count_collectives(rank: int) -> list[int]:
     if rank < 2:  # before
         dist.send(first, 1) if rank == 0 else dist.recv(first, 0)
     dist.barrier()
-    begin_counting()
+    begin_noting()
     counts = []
     for _ in range(3):
         dist.all_reduce(last)

@@ -10,13 +10,13 @@ ranks write has an HMAC (`sign_with`), and what has none is as if it were not th
 
 A store that cannot be reached raises `torch.distributed.DistError` or a RuntimeError, from any method.
 
-Where the main thread of this process is, is read from its stack: no bookkeeping while it runs. Of the processes of
-other ranks, those of the same host and container are looked at.
+Where the main thread of this process is, is read from its stack, and what it waits for where its calls return at once,
+as on NCCL, from what it has posted (`posted`). Of the processes of other ranks, those of the same host and container
+are looked at.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
 import json
@@ -24,13 +24,11 @@ import logging
 import os
 import socket
 import sys
-import sysconfig
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -41,8 +39,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.runtime.backends import name_of_backend
 from ds_hetero.runtime.peers.calls import History, own_calls
+from ds_hetero.runtime.peers.posted import Collective, Numbered, is_unfinished, latest_posted, num_begun
+from ds_hetero.runtime.peers.stack import is_call_of_script, line_of_script, waits_for_ranks
 
 ENDED, FAILED, STOPPED = "ended", "failed", "stopped"
 
@@ -71,14 +70,8 @@ class Status(NamedTuple):
     history: History
     collective: Collective | None = None  # of torch's that it waits in
     counts: Mapping[str, int] = MappingProxyType({})
-
-
-class Collective(NamedTuple):
-    """A collective of torch's in which a rank waits."""
-
-    name: str
-    group: str  # name of its process group
-    ranks: Sequence[int]  # of the group, in the whole job
+    may_compute: bool = False  # whether it may be a kernel of its own that it waits for, and no rank; see `Place`
+    posted: Mapping[str, Sequence[Numbered]] = MappingProxyType({})  # the latest collectives, by process group
 
 
 class End(NamedTuple):
@@ -146,16 +139,17 @@ class Board:
 
     def write_status(self, rank: int, status: Status) -> None:
         """Write where this rank is."""
-        self._write(f"status/{rank}", status._replace(counts=dict(status.counts)))
+        self._write(f"status/{rank}", status._replace(counts=dict(status.counts), posted=dict(status.posted)))
 
     def status(self, rank: int) -> Status | None:
         """The latest status of a rank."""
         content = self._read(f"status/{rank}")
         if content is None:
             return None
-        asked, place, waits, in_script, unchanged_s, history, collective, counts = content
-        own = None if collective is None else Collective(*collective)
-        return Status(asked, place, waits, in_script, unchanged_s, History(*history), own, counts)
+        status = Status(*content)
+        collective = None if status.collective is None else Collective(*status.collective)
+        posted = {group: [Numbered(*call) for call in calls] for group, calls in status.posted.items()}
+        return status._replace(history=History(*status.history), collective=collective, posted=posted)
 
     def write_end(self, end: End) -> None:
         """Write this rank's last words."""
@@ -232,26 +226,13 @@ def default_group() -> dist.ProcessGroup:
     return group
 
 
-_PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), _PACKAGE)
-_ENGINES = ("/deepspeed/", _PACKAGE)
-# Files through which a collective is called, by a script as well as by an engine.
-_WRAPPERS = ("/torch/", "/deepspeed/comm/", "/deepspeed/utils/", f"{_PACKAGE}frameworks/deepspeed/engine.py")
-# Files in whose functions a thread waits for other ranks.
-_WAITING = (
-    "/torch/distributed/",
-    "/deepspeed/comm/",
-    "/deepspeed/runtime/zero/",
-    f"{_PACKAGE}frameworks/deepspeed/zero/",
-    f"{_PACKAGE}gradient_sync/",
-    f"{_PACKAGE}runtime/",
-)
+_MAKING_GROUPS = ("_new_process_group_helper", "_store_based_barrier")
+# Of torch.distributed, by which a stack tells what a rank waits in.
 _COLLECTIVES = {
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
     *("barrier", "broadcast", "gather", "scatter"),
     *("reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
 }
-_MAKING_GROUPS = ("_new_process_group_helper", "_store_based_barrier")
 
 
 class Place(NamedTuple):
@@ -262,6 +243,8 @@ class Place(NamedTuple):
     waits: bool  # whether the innermost function is one that waits for other ranks
     in_script: bool  # whether the script called that itself, past this engine
     in_store: bool = False  # whether the innermost function makes a process group, by the store
+    # Whether it waits since something posted is not over, which it cannot be while kernels before it run.
+    may_compute: bool = False
 
 
 class Stay:
@@ -286,7 +269,10 @@ class Stay:
         with self._lock:
             place = own_place()
             if own_calls.number != self._num_calls or place.mark != self.place.mark:
-                self._num_calls, self.place, self.since_s = own_calls.number, place, time.monotonic()
+                self._num_calls, self.since_s = own_calls.number, time.monotonic()
+            elif not place.waits and is_unfinished():
+                place = _waiting_for_posted(place)
+            self.place = place
 
 
 def own_place() -> Place:
@@ -294,78 +280,39 @@ def own_place() -> Place:
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     if innermost is None:
         return Place((0,), "nowhere", False, False)
-    waits = any(part in innermost.f_code.co_filename for part in _WAITING)
-    caller = _first(innermost, lambda file: not any(part in file for part in _WRAPPERS))
-    is_ours = caller is not None and any(part in caller.f_code.co_filename for part in _ENGINES)
-    line = _first(innermost, lambda file: not file.startswith(_LIBRARIES))
-    where = "" if line is None else f" at {Path(line.f_code.co_filename).name}:{line.f_lineno}"
-    mark = id(innermost), innermost.f_lasti
+    waits = waits_for_ranks(innermost)
     name = innermost.f_code.co_name
-    return Place(mark, f"{name}{where}", waits, waits and not is_ours, in_store=name in _MAKING_GROUPS)
+    return Place(
+        mark=(id(innermost), innermost.f_lasti),
+        text=f"{name}{line_of_script(innermost)}",
+        waits=waits,
+        in_script=waits and is_call_of_script(innermost),
+        in_store=name in _MAKING_GROUPS,
+    )
+
+
+def _waiting_for_posted(place: Place) -> Place:
+    """``place`` of a thread that has not moved while something that it posted is not over."""
+    posted = latest_posted()
+    if posted is None:
+        return place._replace(waits=True, may_compute=True)
+    return place._replace(waits=True, text=posted.place, in_script=posted.in_script, may_compute=True)
 
 
 def own_collectives() -> tuple[Collective | None, dict[str, int]]:
     """The collective of torch's that the main thread waits in, and how many it has begun, by process group.
 
     The functions of torch.distributed hold their group in a local variable, and process groups count their collectives:
-    both are read where they are, and a call costs nothing. Numbers are those since `begin_counting`.
+    both are read where they are, and a call costs nothing. Where calls return before they are over it is the latest
+    that was posted. Numbers are those since `begin_noting`.
     """
-    counts = {name: number - _counts_before.get(name, 0) for name, number in _counts().items()}
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    if innermost is None or innermost.f_code.co_filename != distributed_c10d.__file__:
-        return None, counts
-    name, group = innermost.f_code.co_name, innermost.f_locals.get("group")
-    if name not in _COLLECTIVES or not isinstance(group, dist.ProcessGroup):
-        return None, counts
-    return Collective(name, group.group_name, dist.get_process_group_ranks(group)), counts
-
-
-def begin_counting() -> None:
-    """Let `own_collectives` count from here on; every rank calls it at the same place.
-
-    gloo counts messages from rank to rank among the collectives, of which ranks send unequally many: these are counted,
-    too, and subtracted.
-    """
-    global _counts_before
-    _count_messages()
-    _num_messages.clear()
-    _counts_before = _counts()
-
-
-_counts_before: dict[str, int] = {}
-_num_messages: Counter[str] = Counter()  # of gloo, by process group
-_lock_of_messages = threading.Lock()
-
-
-def _counts() -> dict[str, int]:
-    """Collectives begun so far, by process group."""
-    groups: Any = distributed_c10d._world.pg_map
-    numbers = {str(group.group_name): int(group._get_sequence_number_for_group()) for group in groups}
-    return {name: number - _num_messages[name] for name, number in numbers.items()}
-
-
-@functools.cache  # once per process
-def _count_messages() -> None:
-    for name in ("send", "recv", "recv_anysource"):
-        setattr(dist.ProcessGroup, name, _counted(getattr(dist.ProcessGroup, name)))
-
-
-def _counted(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if name_of_backend(group) == "gloo":
-            with _lock_of_messages:
-                _num_messages[group.group_name] += 1
-        return stock(group, *args, **kwargs)
-
-    return counted
-
-
-def _first(frame: FrameType | None, matches: Callable[[str], bool]) -> FrameType | None:
-    """The innermost frame whose file matches, from ``frame`` outwards."""
-    while frame is not None and not matches(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
+    if innermost is not None and innermost.f_code.co_filename == distributed_c10d.__file__:
+        name, group = innermost.f_code.co_name, innermost.f_locals.get("group")
+        if name in _COLLECTIVES and isinstance(group, dist.ProcessGroup):
+            return Collective(name, group.group_name, dist.get_process_group_ranks(group)), num_begun()
+    posted = latest_posted()
+    return None if posted is None else posted.collective, num_begun()
 
 
 _GONE = "ZX-"

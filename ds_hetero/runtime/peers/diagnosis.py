@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.runtime.peers.board import ENDED, FAILED, End, Status
 from ds_hetero.runtime.peers.calls import FETCH, INTERRUPTED, REMEDY, History
+from ds_hetero.runtime.peers.posted import Numbered
 
 GONE, STEP = "PeerError", "StepError"
 _IN_COLLECTIVE_S = 5.0  # a rank this long in a collective that the others have passed by waits in vain
@@ -52,6 +53,7 @@ def diagnose(evidence: Evidence) -> Diagnosis | None:
         )
     return (
         _different_calls(evidence)
+        or _unlike_posted(evidence.statuses)
         or _passed_by(evidence)
         or _unlike_collectives(evidence.statuses)
         or _without_an_answer(evidence, known)
@@ -108,6 +110,8 @@ def _passed_by(evidence: Evidence) -> Diagnosis | None:
     statuses = evidence.statuses
     farthest = max((status.history.end for status in statuses.values()), default=0)
     for rank, status in statuses.items():
+        if status.may_compute and not any(_is_behind(status, other) for other in statuses.values()):
+            continue  # others may have posted all that it has, and have gone on while its device computes
         end, has_left = status.history.end, status.history.has_left
         patience_s = _LEFT_S if has_left else _IN_COLLECTIVE_S
         if end < farthest and status.in_script and status.unchanged_s >= patience_s:
@@ -123,6 +127,29 @@ def _passed_by(evidence: Evidence) -> Diagnosis | None:
     return None
 
 
+def _unlike_posted(statuses: Mapping[int, Status]) -> Diagnosis | None:
+    """Which ranks have posted unlike collectives in one place of a process group's order, as on NCCL they can.
+
+    Calls return there: who made them may stand elsewhere by now.
+    """
+    if not any(status.waits and status.unchanged_s >= _LEFT_S for status in statuses.values()):
+        return None
+    by_call: dict[tuple[str, int], dict[int, Numbered]] = {}
+    for rank, status in statuses.items():
+        for group, calls in status.posted.items():
+            for call in calls:
+                by_call.setdefault((group, call.number), {})[rank] = call
+    for calls_of_ranks in by_call.values():
+        if len({_kind(call.name) for call in calls_of_ranks.values()}) > 1:
+            return _apart({rank: call.place for rank, call in calls_of_ranks.items()})
+    return None
+
+
+def _kind(name: str) -> str:
+    """What a collective is to the backend, of whose functions some take a list and others a tensor."""
+    return name.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
+
+
 def _unlike_collectives(statuses: Mapping[int, Status]) -> Diagnosis | None:
     """Which ranks wait in collectives of torch's that can never meet, whoever called these.
 
@@ -135,15 +162,15 @@ def _unlike_collectives(statuses: Mapping[int, Status]) -> Diagnosis | None:
     inside = {rank: s.collective for rank, s in waiting.items() if s.collective is not None}
     for rank, own in inside.items():
         number = statuses[rank].counts.get(own.group)
-        alike = [r for r in own.ranks if r in inside and inside[r].group == own.group]
+        alike = [r for r in own.ranks if r in inside and inside[r].group == own.group and not statuses[r].may_compute]
         alike = [r for r in alike if statuses[r].counts.get(own.group) == number]
         if len({inside[r].name for r in alike}) > 1:
-            return _apart(alike, statuses)
+            return _apart({r: statuses[r].place for r in alike})
     ahead = {
         rank: [other for other in waiting if _is_behind(status, waiting[other])] for rank, status in waiting.items()
     }
     circle = _circle(ahead)
-    return _apart(circle, statuses) if inside.keys() & circle else None
+    return _apart({r: statuses[r].place for r in circle}) if inside.keys() & circle else None
 
 
 def _is_behind(status: Status, other: Status) -> bool:
@@ -163,9 +190,9 @@ def _circle(ahead: Mapping[int, Sequence[int]]) -> list[int]:
     return sorted(left)
 
 
-def _apart(ranks: Sequence[int], statuses: Mapping[int, Status]) -> Diagnosis:
+def _apart(place_of_rank: Mapping[int, str]) -> Diagnosis:
     """Say which ranks are where, the fewest first."""
-    places = ranks_by_value((rank, statuses[rank].place) for rank in sorted(ranks))
+    places = ranks_by_value(sorted(place_of_rank.items()))
     fewest_first = sorted(places.items(), key=lambda entry: len(entry[1]))
     said = ", ".join(
         f"{ranks_text(of_place)} wait{'s' if len(of_place) == 1 else ''} in {place}" for place, of_place in fewest_first

@@ -33,13 +33,13 @@ from ds_hetero.runtime.peers.board import (
     Processes,
     Status,
     Stay,
-    begin_counting,
     default_group,
     own_collectives,
     run_before_forced_exit,
 )
 from ds_hetero.runtime.peers.calls import own_calls
 from ds_hetero.runtime.peers.diagnosis import GONE, STEP, STORE_GONE, Diagnosis, Evidence, diagnose, diagnose_alone
+from ds_hetero.runtime.peers.posted import begin_noting, posted_by_group
 
 _TICK_S = 0.25
 _PATIENCE_S = 1.0  # in one place, before this rank asks where the others are; doubled after every answer
@@ -61,7 +61,7 @@ class Watch:
         self.group, self._timeout_s = group, timeout_s
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.diagnosis: Diagnosis | None = None
-        begin_counting()
+        begin_noting()
         self._board = Board(attempt)
         self._processes = Processes(self._board, self.rank, self.size)
         self._board.has_lost_rank_0 = self._processes.has_lost_rank_0
@@ -143,7 +143,8 @@ class Watch:
             return False
         if self._own_end is not None or not self._stay.place.waits:
             return False
-        is_never_freed = self._stay.place.in_store or bool(self._processes.stopped())
+        place = self._stay.place
+        is_never_freed = place.in_store or place.may_compute or bool(self._processes.stopped())
         grace_s = _GRACE_OF_UNFREED_S if is_never_freed else _GRACE_S
         if self.diagnosis.error != GONE:
             grace_s = 0.1  # who went another way closes no connection
@@ -212,7 +213,18 @@ class Watch:
             place = self._stay.place
             history, stay_s = own_calls.history(), self._stay.unchanged_s
             collective, counts = own_collectives() if place.waits else (None, {})
-            status = Status(asked, place.text, place.waits, place.in_script, stay_s, history, collective, counts)
+            status = Status(
+                asked=asked,
+                place=place.text,
+                waits=place.waits,
+                in_script=place.in_script,
+                unchanged_s=stay_s,
+                history=history,
+                collective=collective,
+                counts=counts,
+                may_compute=place.may_compute,
+                posted=posted_by_group(),
+            )
             self._board.write_status(self.rank, status)
             self._ends = self._board.ends()
             settled = self._board.diagnosis()

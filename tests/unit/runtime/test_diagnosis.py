@@ -10,6 +10,7 @@ from ds_hetero.errors import StepError
 from ds_hetero.runtime.peers.board import ENDED, FAILED, STOPPED, Collective, End, Status
 from ds_hetero.runtime.peers.calls import BACKWARD, FETCH, FORWARD, SAVE, STEP, Calls, Counts, expect_same_counts
 from ds_hetero.runtime.peers.diagnosis import GONE, Evidence, diagnose, diagnose_alone
+from ds_hetero.runtime.peers.posted import Numbered
 
 TRAINED = (FETCH, FORWARD, BACKWARD, STEP)
 
@@ -34,6 +35,24 @@ def inside(
     counts = {group: number, **(others or {})}
     place = f"{name} at train.py:7"
     return Status(1, place, True, True, 9.0, Calls().history(), collective, counts)
+
+
+def posted(*names: str, unchanged_s: float = 9.0, **more: Any) -> Status:
+    """A rank on NCCL that stands where it needs a number, after collectives of the world of these names."""
+    calls = [Numbered(number, name, f"{name} at train.py:7") for number, name in enumerate(names, 1)]
+    collective = Collective(names[-1], "0", [0, 1])
+    return Status(
+        asked=1,
+        place=f"{names[-1]} at train.py:7",
+        waits=True,
+        in_script=True,
+        unchanged_s=unchanged_s,
+        history=more.get("history", Calls().history()),
+        collective=collective,
+        counts={"0": len(names), **more.get("counts", {})},
+        may_compute=True,
+        posted={"0": calls},
+    )
 
 
 # By name: what each rank has done, more evidence, and what the diagnosis begins with; None for no diagnosis.
@@ -64,6 +83,31 @@ CASES: dict[str, tuple[list[Status], dict[str, Any], str | None]] = {
         [inside(name, "0", 7, size=3) for name in ("all_reduce", "all_gather", "all_gather")],
         {},
         "rank 0 waits in all_reduce at train.py:7, ranks 1, 2 wait in all_gather at train.py:7: these collectives can",
+    ),
+    "unlike collectives that were posted, and passed by": (
+        [posted("barrier", "all_gather"), posted("broadcast", "all_gather", "all_reduce")],
+        {},
+        "rank 0 waits in barrier at train.py:7, rank 1 waits in broadcast at train.py:7: these collectives can never",
+    ),
+    "one collective by two functions": (
+        [posted("all_gather"), posted("all_gather_into_tensor"), posted("all_gather_single")],
+        {},
+        None,
+    ),
+    "unlike collectives of ranks that go on": (
+        [posted("barrier", unchanged_s=0.1), posted("broadcast", unchanged_s=0.1)],
+        {},
+        None,
+    ),
+    "a long step of the device, which the others have posted, too, and have gone on from": (
+        [posted("all_reduce"), posted("all_reduce", "all_gather", history=status(FETCH).history)],
+        {},
+        None,
+    ),
+    "an all_reduce of the script that the others have not posted, and have gone on": (
+        [posted("all_reduce", counts={"1": 1}), posted("all_gather", counts={"1": 0}, history=status(FETCH).history)],
+        {},
+        "rank 0 waits in all_reduce at train.py:7",
     ),
     "collectives of two groups, each waiting for the other rank": (
         [inside("all_reduce", "1", 2, {"0": 6}), inside("barrier", "0", 7, {"1": 1})],

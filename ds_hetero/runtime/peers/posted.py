@@ -1,0 +1,196 @@
+"""Collectives and messages that this rank has posted: the latest one, how many there are, and whether all are over.
+
+Where gloo runs, a rank that waits stands in a function of torch.distributed, and its stack says what it waits for. NCCL
+returns from a call at once, and its wait is a kernel's: the rank goes on until it needs a number, and stands in
+``loss.item()``, in ``torch.cuda.synchronize()`` or in an allocation. Then this module is asked.
+
+* Whether all is over is read from the counters of torch's flight recorder, which are there unless
+  ``TORCH_FR_BUFFER_SIZE`` (``TORCH_NCCL_TRACE_BUFFER_SIZE`` in older releases) is 0. torch's own watchdog thread writes
+  them, ten times a second. Reading them calls nothing of CUDA, which might block in turn: a thread that stands in
+  ``cudaFree`` until the device is idle may hold what ``cudaEventQuery``, and so ``Work.is_completed()``, needs.
+* No `Work` is kept here: one of NCCL's holds its outputs (torch, ProcessGroupNCCL: "references to outputs to be used by
+  WorkNCCL::result"), which the allocator could not use again.
+* What was posted is noted by wrappers around the methods of `ProcessGroup`, in builds of torch that have NCCL.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ds_hetero.runtime.backends import name_of_backend
+from ds_hetero.runtime.peers.stack import is_call_of_script, line_of_script
+
+COLLECTIVES = (
+    "allgather",
+    "allgather_into_tensor_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "allreduce",
+    "allreduce_coalesced",
+    "all_to_all_single",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+"""Methods of torch's `ProcessGroup` that are collectives, in all releases that are let in; one may lack some."""
+
+_KEPT = 16  # the latest collectives of a process group; what a rank has passed by is in a step that others wait in
+
+MESSAGES = ("send", "recv", "recv_anysource")
+
+
+class Collective(NamedTuple):
+    """A collective of torch's."""
+
+    name: str
+    group: str  # name of its process group
+    ranks: Sequence[int]  # of the group, in the whole job
+
+
+class Posted(NamedTuple):
+    """A call that this rank has made."""
+
+    place: str  # the function of torch.distributed, and the line of the script, for people
+    in_script: bool  # whether the script itself called it, past this engine
+    collective: Collective | None  # None for messages
+
+
+class Numbered(NamedTuple):
+    """A collective that was posted."""
+
+    number: int  # among those of its process group, counted from 1
+    name: str
+    place: str  # see `Posted`
+
+
+def begin_noting() -> None:
+    """Note what is posted from here on; counts of `num_begun` begin at 0. Every rank calls it at the same place."""
+    global _counts_before
+    _wrap_process_groups()
+    _num_messages.clear()
+    _num_noted.clear()
+    _by_group.clear()
+    _counts_before = _counts()
+
+
+def latest_posted() -> Posted | None:
+    """The latest call, where calls return before they are over, as on NCCL; None elsewhere, and before the first."""
+    return _latest
+
+
+def posted_by_group() -> dict[str, list[Numbered]]:
+    """The latest collectives of every process group, oldest first, where calls return before they are over."""
+    with _lock_of_counts:
+        return {group: list(calls) for group, calls in _by_group.items()}
+
+
+def is_unfinished() -> bool:
+    """Whether something is posted and not over, as far as torch's flight recorder of NCCL knows."""
+    recorder = _flight_recorder()
+    return recorder is not None and has_unfinished(recorder(False))
+
+
+def has_unfinished(record: str | bytes) -> bool:
+    """Whether a record of torch's flight recorder, as JSON, tells of a process group that is not through.
+
+    Its counters hold the number of the latest call, a collective or message, that was posted, and that was completed.
+    """
+    groups = json.loads(record).get("pg_status", {}).values()
+    return any(int(of["last_enqueued_collective"]) > int(of["last_completed_collective"]) for of in groups)
+
+
+def num_begun() -> dict[str, int]:
+    """How many collectives the rank has begun since `begin_noting`, by process group."""
+    if _flight_recorder() is not None:
+        return {name: _num_noted[name] for name in _counts()}
+    return {name: number - _counts_before.get(name, 0) for name, number in _counts().items()}
+
+
+_num_noted: Counter[str] = Counter()  # collectives, by process group; before they are made, since NCCL may block there
+_by_group: dict[str, deque[Numbered]] = {}
+_counts_before: dict[str, int] = {}
+# gloo counts messages from rank to rank among the collectives, of which ranks send unequally many: they are subtracted.
+_num_messages: Counter[str] = Counter()  # of gloo, by process group
+_lock_of_counts = threading.Lock()
+_latest: Posted | None = None
+
+
+def _flight_recorder() -> Callable[[bool], str | bytes] | None:
+    """What reads torch's flight recorder of NCCL; its argument asks for the calls, beside the counters."""
+    recorder: Callable[[bool], str | bytes] | None = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    return recorder
+
+
+def _counts() -> dict[str, int]:
+    """Collectives begun so far, by process group."""
+    groups: Any = distributed_c10d._world.pg_map
+    numbers = {str(group.group_name): int(group._get_sequence_number_for_group()) for group in groups}
+    return {name: number - _num_messages[name] for name, number in numbers.items()}
+
+
+@functools.cache  # once per process
+def _wrap_process_groups() -> None:
+    for name in MESSAGES:
+        setattr(dist.ProcessGroup, name, _counted(getattr(dist.ProcessGroup, name)))
+    if _flight_recorder() is None:
+        return  # all calls block where they are made
+    for name in (*COLLECTIVES, *MESSAGES):
+        if hasattr(dist.ProcessGroup, name):
+            setattr(dist.ProcessGroup, name, _noted(name, getattr(dist.ProcessGroup, name)))
+
+
+def _counted(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def counted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if name_of_backend(group) == "gloo":
+            with _lock_of_counts:
+                _num_messages[group.group_name] += 1
+        return stock(group, *args, **kwargs)
+
+    return counted
+
+
+def _noted(method: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def noted(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        _note(method, group, sys._getframe(1))
+        return stock(group, *args, **kwargs)
+
+    return noted
+
+
+def _note(method: str, group: dist.ProcessGroup, caller: FrameType) -> None:
+    global _latest
+    # Scripts know the functions of torch.distributed, not the methods below them.
+    is_public = caller.f_code.co_filename == distributed_c10d.__file__
+    name = caller.f_code.co_name if is_public else method
+    place = f"{name}{line_of_script(caller)}"
+    collective = None
+    if method not in MESSAGES:
+        collective = Collective(name, group.group_name, dist.get_process_group_ranks(group))
+        with _lock_of_counts:
+            _num_noted[group.group_name] += 1
+            numbered = Numbered(_num_noted[group.group_name], name, place)
+            _by_group.setdefault(group.group_name, deque(maxlen=_KEPT)).append(numbered)
+    if threading.current_thread() is threading.main_thread():
+        _latest = Posted(place, is_call_of_script(caller), collective)

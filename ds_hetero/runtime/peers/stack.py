@@ -1,0 +1,69 @@
+"""What a stack of Python frames tells: the line of the script, who made a call, whether a thread waits for ranks."""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+_PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), _PACKAGE)
+_ENGINES = ("/deepspeed/", _PACKAGE)
+# Files through which a collective is called, by a script as well as by an engine.
+_WRAPPERS = ("/torch/", "/deepspeed/comm/", "/deepspeed/utils/", f"{_PACKAGE}frameworks/deepspeed/engine.py")
+# Files in whose functions a thread waits for other ranks.
+_WAITING = (
+    "/torch/distributed/",
+    "/deepspeed/comm/",
+    "/deepspeed/runtime/zero/",
+    f"{_PACKAGE}frameworks/deepspeed/zero/",
+    f"{_PACKAGE}gradient_sync/",
+    f"{_PACKAGE}runtime/",
+)
+
+
+def waits_for_ranks(frame: FrameType) -> bool:
+    """Whether a thread whose innermost frame this is waits for other ranks."""
+    return _is_waiting(frame.f_code.co_filename)
+
+
+def is_call_of_script(frame: FrameType) -> bool:
+    """Whether the script made the call that ``frame`` is in, and not an engine for it."""
+    caller = _first(frame, lambda file: not _is_wrapper(file))
+    return caller is None or not _is_engine(caller.f_code.co_filename)
+
+
+def line_of_script(frame: FrameType) -> str:
+    """The innermost line of the script, as " at train.py:41"; empty where there is none."""
+    line = _first(frame, lambda file: not _is_library(file))
+    return "" if line is None else f" at {Path(line.f_code.co_filename).name}:{line.f_lineno}"
+
+
+def _first(frame: FrameType | None, matches: Callable[[str], bool]) -> FrameType | None:
+    """The innermost frame whose file matches, from ``frame`` outwards."""
+    while frame is not None and not matches(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+# A rank notes the place of every call on NCCL: what is said of a file is found once.
+@functools.cache
+def _is_waiting(file: str) -> bool:
+    return any(part in file for part in _WAITING)
+
+
+@functools.cache
+def _is_wrapper(file: str) -> bool:
+    return any(part in file for part in _WRAPPERS)
+
+
+@functools.cache
+def _is_engine(file: str) -> bool:
+    return any(part in file for part in _ENGINES)
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES)
