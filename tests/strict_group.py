@@ -16,14 +16,15 @@ communicator  Without ``device_id`` a group's first call makes its communicator,
 collective  The first collective of a kind on a communicator connects its ranks, and blocks until all have called
             (group.cc, ncclCollPreconnect, where NCCL_RUNTIME_CONNECT is on, as it is by default).
 
-Only hosts are looked at. Streams are the graph's subject (`benchmarks.proof.order`): a kernel that waits blocks nobody
-here. A wait of `LOCK_S` is called a lock.
+What runs on the device, and where a host waits for it, is in `tests.strict_device`. Orders of streams are the graph's
+subject (`benchmarks.proof.order`). A wait of `LOCK_S` is called a lock.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 import traceback
 from collections import Counter
@@ -31,29 +32,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LOCK_S = float(os.environ.get("STRICT_GROUP_LOCK_S", "20"))  # ranks of a busy machine may be late by some seconds
+from tests.strict_device import Device, Locked, block_inside_torch, seem_of_torch
+
+LOCK_S = 20.0  # ranks of a busy machine may be late by some seconds
 
 _MADE_OF_MESSAGES = ("alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter")
-_COLLECTIVES = (
-    "allgather",
-    "allgather_into_tensor_coalesced",
-    "_allgather_base",
-    "all_gather_single",
-    "allreduce",
-    "allreduce_coalesced",
-    "barrier",
-    "broadcast",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-)
-
-
-class Locked(RuntimeError):
-    """The host of a rank waits for what does not come."""
 
 
 class _End(NamedTuple):
@@ -66,8 +49,8 @@ class _End(NamedTuple):
 class _Notes:
     """Notes that ranks leave each other in a folder."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+    def __init__(self, folder: Path, rank: int, lock_s: float | None) -> None:
+        self._folder, self._rank, self._lock_s = folder, rank, lock_s
         folder.mkdir(exist_ok=True)
 
     def leave(self, name: str, text: str = "") -> None:
@@ -80,21 +63,36 @@ class _Notes:
     def await_note(self, name: str, what: str) -> str:
         """Return a note when it is there. Raises `Locked`: it does not come; names what all ranks wait for."""
         path, own = self._path(name), self._folder / f"waits{self._rank}"
-        began = time.monotonic()
-        while not path.exists():
-            waited = time.monotonic() - began
-            if waited > 1 and not own.exists():
-                own.write_text(f"rank {self._rank} waits for {what}\n{_stack()}")
-            if waited > LOCK_S:
+        if not _appears(path, 1.0):
+            own.write_text(f"rank {self._rank} waits for {what}\n{_stack()}")
+            if not _appears(path, self._lock_s):
                 time.sleep(0.5)  # others write theirs
                 waits = "\n".join(each.read_text() for each in sorted(self._folder.glob("waits*")))
-                raise Locked(f"locked for {LOCK_S:g} s; all waits:\n{waits}")
-            time.sleep(0.001)
-        own.unlink(missing_ok=True)
+                raise Locked(f"locked for {self._lock_s:g} s; all waits:\n{waits}")
+            own.unlink()
         return path.read_text()
 
     def _path(self, name: str) -> Path:
         return self._folder / name.replace("/", "_")
+
+
+def _appears(path: Path, limit_s: float | None) -> bool:
+    """Wait for a file, for ever without a limit, in one call that seems to be of torch.distributed; whether it came."""
+    if path.exists():
+        return True
+    came, waited = [False], threading.Lock()
+    waited.acquire()
+
+    def look() -> None:
+        began = time.monotonic()
+        while not path.exists() and (limit_s is None or time.monotonic() - began < limit_s):
+            time.sleep(0.001)
+        came[0] = path.exists()
+        waited.release()
+
+    threading.Thread(target=look, daemon=True).start()
+    block_inside_torch(waited.acquire)
+    return came[0]
 
 
 class _Rules:
@@ -191,18 +189,23 @@ def _stack() -> str:
     return "\n".join(lines[-14:])
 
 
-def install(folder: str, rank: int) -> None:
+def install(folder: str, rank: int) -> Device:
     """Let this process keep the rules, and believe that its groups pair messages by order; there is no way back.
 
     Args:
         folder: that all ranks of the run see, and no other run.
+
+    The variable STRICT_GROUP_LOCK_S takes the place of `LOCK_S`; 0 stands for waits that end in another way.
     """
     import torch.distributed as dist
 
     from ds_hetero.runtime import replica
     from ds_hetero.runtime.attention import channel
+    from ds_hetero.runtime.peers.posted import COLLECTIVES
 
-    rules = _Rules(_Notes(Path(folder, "strict_group"), rank))
+    lock_s = float(os.environ.get("STRICT_GROUP_LOCK_S", LOCK_S)) or None
+    rules = _Rules(_Notes(Path(folder, "strict_group"), rank, lock_s))
+    device = Device(lock_s)
     channel.pairs_by_order = lambda group=None: True  # type: ignore[attr-defined]
     replica._has_far_group = lambda hosts: True  # type: ignore[assignment]
 
@@ -213,9 +216,12 @@ def install(folder: str, rank: int) -> None:
 
     def message(original: Any, sends: bool) -> Any:
         def call(group: Any, tensors: Any, peer: int, tag: int) -> Any:
+            device.before_posting(tensors)
             if not rules.in_batch:
                 rules.connect(group, [_End(sends, peer)])
-            return original(group, tensors, peer, tag)
+            work = original(group, tensors, peer, tag)
+            end = f"receive of rank {_global(group, peer)}" if sends else f"send of rank {_global(group, peer)}"
+            return device.post(work, group.group_name, f"the {end} on {_described(group)}", tensors, is_message=True)
 
         return call
 
@@ -231,27 +237,37 @@ def install(folder: str, rank: int) -> None:
 
         return call
 
-    def made_of_messages(original: Any, name: str) -> Any:
-        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            rules.connect(group, list(_messages(name, group, args)))
-            return original(group, *args, **kwargs)
-
-        return call
-
     def collective(original: Any, name: str) -> Any:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            rules.collective(group, name)
-            return original(group, *args, **kwargs)
+            device.before_posting(args)
+            if name in _MADE_OF_MESSAGES:
+                rules.connect(group, list(_messages(name, group, args)))
+            else:
+                rules.collective(group, name)
+            for options in (*args, *kwargs.values()):
+                if hasattr(options, "asyncOp"):
+                    options.asyncOp = True  # else torch may wait below Python
+            what = name if name == "barrier" else f"{name} on {_described(group)}"
+            return device.post(original(group, *args, **kwargs), group.group_name, what, args)
 
         return call
 
+    seem_of_torch(message, batch, collective)
     replace(dist.ProcessGroup, "send", functools.partial(message, sends=True))
     replace(dist.ProcessGroup, "recv", functools.partial(message, sends=False))
     replace(dist, "batch_isend_irecv", batch)
-    for name in _MADE_OF_MESSAGES:
-        replace(dist.ProcessGroup, name, functools.partial(made_of_messages, name=name))
-    for name in _COLLECTIVES:
+    for name in COLLECTIVES:
         replace(dist.ProcessGroup, name, functools.partial(collective, name=name))
+    device.install()
+    return device
+
+
+def own_device() -> Device:
+    """The device of a rank that keeps the rules, for tests to use up its memory."""
+    import torch.distributed as dist
+
+    device: Device = dist.Work.wait.device  # type: ignore[attr-defined]
+    return device
 
 
 def _messages(name: str, group: Any, args: Any) -> Iterator[_End]:
@@ -274,3 +290,7 @@ def _messages(name: str, group: Any, args: Any) -> Iterator[_End]:
         peers = range(size) if own == root else [root]
         for peer in peers:
             yield _End(to_root == (own != root), peer)
+
+
+seem_of_torch(_appears, _Notes.await_note)
+seem_of_torch(_Rules.connect, _Rules._connect_opposite, _Rules.use, _Rules.collective, _Rules._by_all)

@@ -80,8 +80,8 @@ def run_ranks(
         AssertionError: a rank raised, died or hung, or the ranks break NCCL's rules. Shows every failed rank, the cause
             before its consequences.
     """
-    body = partial(_strict, _in_process_group) if strict or _is_strict() else _in_process_group
-    body = partial(_recorded, body) if nccl_rules else body
+    body = partial(_recorded, _in_process_group) if nccl_rules else _in_process_group
+    body = partial(_strict, body) if strict or _is_strict() else body
     return _run(body, fn, world_size, args, timeout_s, dict(env or {}))
 
 
@@ -112,8 +112,8 @@ def run_deepspeed(
         "ACCELERATE_USE_CPU": "true",
         **_deepspeed_env(),
     }
-    body = partial(_strict, _in_launcher_env) if strict or _is_strict() else _in_launcher_env
-    body = partial(_recorded, body) if nccl_rules else body
+    body = partial(_recorded, _in_launcher_env) if nccl_rules else _in_launcher_env
+    body = partial(_strict, body) if strict or _is_strict() else body
     return _run(body, fn, world_size, args, timeout_s, {**launcher_env, **(env or {})})
 
 
@@ -327,8 +327,12 @@ def _strict(
     """What ``body`` returns on a rank that blocks where one on NCCL would."""
     from tests.strict_group import install
 
-    install(folder, rank)
-    return body(fn, rank, world_size, args, timeout_s, folder)
+    device = install(folder, rank)
+    try:
+        return body(fn, rank, world_size, args, timeout_s, folder)
+    finally:
+        if sys.exc_info()[0] is None:
+            device.drain()  # before the process ends, with what others wait for
 
 
 def _recorded(

@@ -5,6 +5,7 @@
     python -m benchmarks.faults --only "kill.*backward"  # those whose name matches
     python -m benchmarks.faults --only torchrun          # those that torchrun starts again
     python -m benchmarks.faults --only " and |of one rank"  # collectives that never meet
+    python -m benchmarks.faults --strict --jobs 100      # 100 of them, evenly spaced, on ranks that wait as on NCCL
 
 Tiny Llamas train on uneven schedules, ZeRO 0 to 3, on 2 and 4 ranks, in a loop of one's own and under the HF Trainer.
 One fault strikes one rank of each job: in start, data, forward, backward, step, save, look; or the rank differs from
@@ -12,6 +13,9 @@ the others in its configuration, or decides something alone; or half of the rank
 Nobody ends the survivors: no launcher, no time limit of the process group but where a rank stops for good. Then fresh
 ranks go on from the last checkpoint, and their losses are compared with those before the fault. Some jobs run under
 torchrun's agent, which starts them again, up to twice: losses are compared with those of the same job undisturbed.
+
+With --strict calls return at once, hosts connect and wait as those of NCCL do, and nothing tells of a peer that is gone
+(`tests.strict_group`, `tests.strict_device`): what is seen there is seen by what ranks have posted.
 
 The exit code is 1 if a job hung, a message named a wrong rank or none, a rank's output ended with the raw text of a
 backend, or a checkpoint did not load or a restarted job not resume.
@@ -36,6 +40,7 @@ from benchmarks.faults.jobs import Job, all_jobs, quick_jobs
 from benchmarks.faults.run import LIMIT_S, run_job
 from benchmarks.faults.table import show
 from benchmarks.faults.verdict import Verdict
+from benchmarks.faults.world import STRICT
 from benchmarks.measure.results import FOLDER, header, progress, write
 
 RESULT = FOLDER / "faults.json"
@@ -47,17 +52,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one job per phase and per fault")
     parser.add_argument("--only", metavar="PATTERN", help="jobs whose name this regular expression is found in")
+    parser.add_argument("--jobs", type=int, metavar="N", help="so many of these, evenly spaced")
+    parser.add_argument("--strict", action="store_true", help="ranks wait where those on NCCL would")
     parser.add_argument("--list", action="store_true", help="print the jobs' names and run none")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds after which a job counts as a hang")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the ranks' output here")
     options = parser.parse_args()
     jobs = [job for job in (quick_jobs() if options.quick else all_jobs()) if re.search(options.only or "", job.name)]
+    if options.jobs is not None:
+        jobs = [jobs[i * len(jobs) // options.jobs] for i in range(min(options.jobs, len(jobs)))]
+    if options.strict:
+        os.environ |= {STRICT: "1", "STRICT_GROUP_LOCK_S": "0"}  # their server inherits it
     if options.list:
         print("\n".join(job.name for job in jobs))
         return 0
     result = header(" ".join(["python -m benchmarks.faults", *sys.argv[1:]]))
-    paths = [RESULT] * (len(jobs) == len(all_jobs())) + [options.json] * (options.json is not None)
+    is_whole = len(jobs) == len(all_jobs()) and not options.strict
+    paths = [RESULT] * is_whole + [options.json] * (options.json is not None)
     verdicts: list[Verdict] = []
     begin = time.monotonic()
     for verdict in _run_all(jobs, options.limit_s, options.keep):

@@ -27,6 +27,9 @@ from benchmarks.faults.jobs import ENDLESS, PAUSE, Job
 from benchmarks.faults.plant import FAULT_FILE
 from benchmarks.measure.ports import free_port
 
+STRICT = "STRICT_GROUP"
+"""Variable that makes ranks wait where those on NCCL would, if it is 1."""
+
 _PAUSE_S = 2.0
 _STACKS_S = 0.7  # for the ranks to write their stacks
 _PR_SET_PDEATHSIG = 1
@@ -189,6 +192,8 @@ def _main(job: Job, rank: int, folder: Path, resume: bool, env: Mapping[str, str
     from benchmarks.faults.training import train
 
     torch.set_num_threads(1)
+    if os.environ.get(STRICT) == "1":
+        _keep_rules_of_nccl(folder, rank, resume)
     code = 0
     try:
         train(job, rank, folder, resume)
@@ -205,3 +210,12 @@ def _main(job: Job, rank: int, folder: Path, resume: bool, env: Mapping[str, str
     if job.is_restarted and code == 0:
         return  # torchrun waits for what its ranks return
     os._exit(code)  # the rest of the interpreter's way out takes seconds after DeepSpeed
+
+
+def _keep_rules_of_nccl(folder: Path, rank: int, resume: bool) -> None:
+    from tests.strict_group import install
+
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    of_ranks = folder / f"strict-{start}-{resume}"  # which have never met those of another start
+    of_ranks.mkdir(exist_ok=True)
+    install(str(of_ranks), rank)

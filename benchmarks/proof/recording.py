@@ -22,30 +22,10 @@ from torch import Tensor
 
 from benchmarks.proof.events import Call, Event, Message, Wait
 from ds_hetero.runtime.attention import channel
+from ds_hetero.runtime.peers.posted import COLLECTIVES
 
 _OWN_FILE = Path(__file__).resolve()
 _ROOT = _OWN_FILE.parents[2]
-_COLLECTIVES = (
-    "allgather",
-    "allgather_into_tensor_coalesced",
-    "_allgather_base",
-    "all_gather_single",
-    "allreduce",
-    "allreduce_coalesced",
-    "all_to_all_single",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
 _UNEVEN = ("all_to_all_single", "alltoall_base")
 # The argument that is alike on all ranks. Others may differ: parts of unequal size, lists that only the root has.
 _ALIKE = {"allgather": 0, "gather": 1, "reduce_scatter": 1, "scatter": 0}
@@ -71,7 +51,7 @@ def recording(events: list[Any] | None = None) -> Iterator[list[Event]]:
         replaced.append((owner, name, inspect.getattr_static(owner, name)))  # not what a lookup would make of it
         setattr(owner, name, wrap(getattr(owner, name)))
 
-    for name in _COLLECTIVES:
+    for name in COLLECTIVES:
         if hasattr(group_type, name):
             replace(group_type, name, functools.partial(recorder.collective, name))
     replace(group_type, "send", functools.partial(recorder.message, True))

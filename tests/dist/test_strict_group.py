@@ -5,13 +5,15 @@ Budget: 40 s; runs of DeepSpeed are in tests/integration/pipelines/test_pipeline
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ds_hetero.runtime.pipeline import runner as runner_module
 from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
 from ds_hetero.runtime.process_groups import ProcessGroups
@@ -96,11 +98,21 @@ def _pipeline(rank: int, connects: bool) -> None:
 
     runner = PipelineRunner(neighbours_of(plan, rank, groups, torch.device("cpu")), compute, 4, torch.float32)
     batches = [Batch(torch.zeros(2, 8), 1.0) for _ in range(4)]
-    with mock.patch.object(PipelineRunner, "_connect", PipelineRunner._connect if connects else lambda *args: None):
+    with nullcontext() if connects else _asking_at_once():
         total = runner.train(batches)
         runner.train(batches)
         runner.evaluate(batches)
     assert total is None or float(total) == 4 * 64 * 4 ** (world_size - 2)
+
+
+@contextmanager
+def _asking_at_once() -> Iterator[None]:
+    """Stages that connect when they happen to send, and ask for a gradient as soon as its output has left."""
+    with (
+        mock.patch.object(PipelineRunner, "_connect", lambda *args: None),
+        mock.patch.object(runner_module, "gradients_due", lambda in_flight_after, sent, micro_batches: sent),
+    ):
+        yield
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

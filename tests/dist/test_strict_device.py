@@ -1,0 +1,184 @@
+"""Ranks whose calls return at once, as on NCCL: rules of the stand-in, each broken on purpose, and what then holds.
+
+Budget: 60 s; jobs that fail under these rules are in tests/integration/job/test_faults.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_hetero.runtime.peers.board import Stay, own_collectives
+from ds_hetero.runtime.peers.posted import begin_noting, has_unfinished, is_unfinished
+from ds_hetero.runtime.pipeline.hops import make_boundary_groups
+from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.process_groups import ProcessGroups
+from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
+from tests.dist.test_pipeline import Batch
+from tests.strict_group import own_device
+from tests.support import run_ranks
+
+SHORT = {"STRICT_GROUP_LOCK_S": "4"}  # of planted locks
+
+
+def _looks(for_s: float) -> tuple[threading.Thread, list[Any]]:
+    """What another thread sees of the main one for a while: its last place, and the collective that it is in."""
+    seen: list[Any] = []
+    stay = Stay()
+
+    def look() -> None:
+        end = time.monotonic() + for_s
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            stay.look()
+        collective, counts = own_collectives()
+        seen[:] = [stay.place, stay.unchanged_s, collective, counts]
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    return thread, seen
+
+
+def _waits_for_a_number(rank: int) -> Any:
+    """Rank 1 comes late to an all_reduce whose sum rank 0 wants to know."""
+    dist.all_reduce(torch.ones(2))  # connects
+    dist.barrier()
+    begin_noting()
+    thread, seen = _looks(1.5)
+    if rank == 1:
+        thread.join()
+    total = torch.ones(2)
+    began = time.monotonic()
+    dist.all_reduce(total)
+    returned_s = time.monotonic() - began
+    assert total[0].item() == 2
+    thread.join()
+    (_, _, collective, counts) = seen
+    place, unchanged_s = seen[:2]
+    return returned_s, place._replace(mark=()), unchanged_s, collective and collective.name, counts, is_unfinished()
+
+
+def test_who_waits_for_a_number_is_seen_to_wait_for_what_it_has_posted() -> None:
+    (returned_s, place, unchanged_s, collective, counts, is_left), (_, other, *_) = run_ranks(
+        _waits_for_a_number, 2, strict=True
+    )
+    assert returned_s < 1.0 and unchanged_s > 0.5
+    assert place.waits and place.in_script and place.may_compute and not place.in_store
+    assert place.text.startswith("all_reduce at test_strict_device.py:")
+    assert collective == "all_reduce" and list(counts.values()) == [1]
+    assert not is_left
+    assert not other.waits  # rank 1 was in join(), with nothing posted
+
+
+def _sends_apart(rank: int) -> None:
+    """Both send and use what they have before they receive."""
+    dist.barrier()
+    mine, theirs = torch.full((4,), float(rank)), torch.empty(4)
+    dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, theirs, 1 - rank)])
+    own_device().need_idle()  # connected now
+    dist.send(mine, 1 - rank)
+    mine.sum().item()
+    dist.recv(theirs, 1 - rank)
+
+
+def _answers_late(rank: int) -> None:
+    """Rank 0 asks for what rank 1 sends once it has something of rank 0, and gives memory back in between."""
+    dist.barrier()
+    out, into = torch.ones(4), torch.empty(4)
+    there, back = dist.new_group(), dist.new_group()
+    for group in (there, back):
+        dist.barrier(group)
+    ends = [(there, 0, 1), (back, 1, 0)]
+    for group, sender, receiver in ends:  # connected, so that hosts go on
+        post = dist.isend if rank == sender else dist.irecv
+        peer = receiver if rank == sender else sender
+        dist.batch_isend_irecv([dist.P2POp(post, torch.empty(1), peer, group)])[0].wait()
+    if rank == 0:
+        answer = dist.irecv(into, 1, group=back)
+        own_device().need_idle()
+        dist.send(out, 1, group=there)
+        assert answer is not None
+        answer.wait()
+    else:
+        dist.recv(into, 0, group=there)
+        dist.send(into, 0, group=back)
+    own_device().drain()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (_sends_apart, "the device waits for the receive of rank"),
+        (_answers_late, "cudaFree needs an idle device, which waits for the send of rank 1"),
+    ],
+    ids=["unbuffered", "idle"],
+)
+def test_what_a_device_waits_for_in_vain_is_a_lock(body: Any, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        run_ranks(body, 2, strict=True, nccl_rules=False, env=SHORT, timeout_s=60)
+
+
+def _dies(rank: int) -> None:
+    dist.barrier()
+    if rank == 1:
+        raise ValueError("planted")
+    dist.all_reduce(torch.ones(2)[:1])
+    torch.ones(1).item()
+
+
+def test_nothing_is_raised_where_a_peer_is_gone() -> None:
+    with pytest.raises(AssertionError, match="planted") as caught:
+        run_ranks(_dies, 2, strict=True, nccl_rules=False, timeout_s=60)
+    assert "failed, killed by run_ranks" in str(caught.value) and "closed by peer" not in str(caught.value)
+
+
+def _short_of_memory(rank: int, short: int) -> float | None:
+    """A step of as many stages as ranks; on one of them every allocation needs an idle device."""
+    world_size = dist.get_world_size()
+    stages = tuple(Stage(ranks=(i,), layers=(i, i + 1)) for i in range(world_size))
+    pipeline = Pipeline(stages=stages, micro_batch_size=2, micro_batches=5)
+    plan = Plan(pipelines=(pipeline,), model=PlannedModel(num_layers=world_size, num_heads=4, num_kv_heads=4))
+    groups = make_boundary_groups(plan, ProcessGroups())
+
+    def compute(_: object, hidden: torch.Tensor | None) -> torch.Tensor:
+        if hidden is None:
+            return torch.ones(2, 8, 4, requires_grad=True)
+        return hidden.square().sum() if rank == world_size - 1 else hidden * 2
+
+    runner = PipelineRunner(neighbours_of(plan, rank, groups, torch.device("cpu")), compute, 4, torch.float32)
+    batches = [Batch(torch.zeros(2, 8), 1.0) for _ in range(5)]
+    with own_device().allocating_by_free() if rank == short else nullcontext():
+        total = runner.train(batches)
+        runner.evaluate(batches)
+    return None if total is None else float(total)
+
+
+@pytest.mark.parametrize(("world_size", "short"), [(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 2)])
+def test_a_stage_may_give_memory_back_at_any_time(world_size: int, short: int) -> None:
+    """It waits for what it has posted: a gradient that came of a later forward would never come."""
+    *_, total = run_ranks(_short_of_memory, world_size, short, strict=True)
+    assert total == 5 * 64 * 4 ** (world_size - 2)
+
+
+def _posts_on_gloo(rank: int) -> tuple[bool, bool]:
+    """What torch's own recorder of gloo says of a collective before the other rank comes to it, and after."""
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1)
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    recorder = torch._C._distributed_c10d._dump_fr_trace_json  # type: ignore[attr-defined]
+    before = has_unfinished(recorder(False))
+    assert work is not None
+    work.wait()
+    time.sleep(0.5)
+    return before, has_unfinished(recorder(False))
+
+
+def test_counters_of_torchs_flight_recorder_tell_what_is_not_over() -> None:
+    assert run_ranks(_posts_on_gloo, 2, nccl_rules=False)[0] == (True, False)

@@ -1,0 +1,232 @@
+"""A rank whose calls return at once, as on NCCL: its device does what was posted, and its host waits where it reads.
+
+A collective of gloo blocks its caller, in torch.distributed. NCCL's is a kernel: the call returns, ``wait()`` lets the
+current stream wait and not the host (torch, docs of torch.distributed, "Synchronous and asynchronous collective
+operations"), and the host stands still where it needs a number, in ``item()``, ``tolist()``, ``cpu()`` or
+``synchronize()``. These are the rules:
+
+at once     Collectives and ``wait()`` return at once. What was waited for has to be over before the next operator on
+            tensors of the main thread, which is where a stream would run it; there the host waits, in a function that
+            is not of torch.distributed. A barrier blocks, in torch.distributed (WorkNCCL::synchronizeInternal).
+silent      Where a peer is gone nothing is raised: its kernel spins until torch's watchdog ends the process
+            (ProcessGroupNCCL, TORCH_NCCL_ASYNC_ERROR_HANDLING; the timeout of the group, 10 minutes by default).
+unbuffered  A send is over when its receive is posted. gloo's is, too: UnboundBuffer waits for the receiver.
+idle        A kernel that waits for a peer keeps the device from being idle. What needs it idle, an allocator that gives
+            memory back (cudaFree), the loading of a module, ``synchronize()``, stands still until all that is posted is
+            over (CUDA C programming guide, "Lazy Loading", "Concurrent execution"; NVIDIA/nccl#1766). So what is posted
+            has to be over without anything that this rank does later: `need_idle` and `allocating_by_free`.
+counters    torch's flight recorder counts what was posted and what is over (`ds_hetero.runtime.peers.posted`).
+
+Other threads than the main one wait where they are, as on gloo.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_stock_wait = dist.Work.wait
+_FOLDER_OF_TORCH = Path(dist.__file__).parent
+
+
+class Locked(RuntimeError):
+    """The host of a rank waits for what does not come."""
+
+
+class _Posted:
+    """A call of this rank that may not be over."""
+
+    def __init__(self, work: Any, group: str, what: str, storages: set[int], is_message: bool) -> None:
+        self.work, self.group, self.what, self.storages = work, group, what, storages
+        self.is_barrier = what == "barrier"
+        self._is_message = is_message
+        self.is_over = self._is_lost = False
+
+    def look(self) -> bool:
+        """Whether it is over; gloo's messages tell that to who waits for them alone."""
+        if not (self.is_over or self._is_lost or self._is_message) and self.work.is_completed():
+            try:
+                _stock_wait(self.work)
+                self.is_over = True
+            except RuntimeError:  # gloo has lost a peer; a kernel would go on waiting
+                self._is_lost = True
+        return self.is_over
+
+
+class Device:
+    """What this rank has posted.
+
+    Args:
+        lock_s: after which a wait is called a lock; None where nothing is raised, however long it takes.
+    """
+
+    def __init__(self, lock_s: float | None) -> None:
+        self._lock_s = lock_s
+        self._by_work: dict[int, _Posted] = {}
+        self._stream: deque[_Posted] = deque()  # what the main thread's stream waits for
+        self._num_posted: Counter[str] = Counter()
+        self._allocates_by_free = False
+
+    def post(self, work: Any, group: str, what: str, tensors: Any, is_message: bool = False) -> Any:
+        """Note a call; return its work."""
+        if work is not None and threading.current_thread() is threading.main_thread():
+            self._by_work[id(work)] = _Posted(work, group, what, _storages(tensors), is_message)
+            self._num_posted[group] += 1
+        return work
+
+    def before_posting(self, tensors: Any) -> None:
+        """Let gloo see the result of what ``tensors`` depend on; a device would, by the order of its streams."""
+        if self._stream and any(posted.storages & _storages(tensors) for posted in self._stream):
+            self.drain()
+
+    def drain(self) -> None:
+        """Wait for all that the stream waits for."""
+        while self._stream:
+            self._finish(self._stream[0])
+            self._by_work.pop(id(self._stream.popleft().work), None)
+
+    def need_idle(self, what: str = "cudaFree") -> None:
+        """Wait for all that was posted. Raises `Locked`: it needs something that this rank would do later."""
+        self.drain()
+        for posted in list(self._by_work.values()):
+            self._finish(posted, f"{what} needs an idle device, which waits for ")
+
+    def record(self, *args: object) -> bytes:
+        """The counters, as torch's flight recorder of NCCL writes them."""
+        unfinished = Counter(posted.group for posted in list(self._by_work.values()) if not posted.look())
+        status = {
+            str(number): {"last_enqueued_collective": str(of), "last_completed_collective": str(of - unfinished[group])}
+            for number, (group, of) in enumerate(list(self._num_posted.items()))
+        }
+        return json.dumps({"pg_status": status}).encode()
+
+    def _finish(self, posted: _Posted, why: str = "the device waits for ") -> None:
+        if not posted.look():
+            block = block_inside_torch if posted.is_barrier else _block
+            timeouts = () if self._lock_s is None else (timedelta(seconds=self._lock_s),)
+            began = time.monotonic()
+            try:
+                block(_stock_wait, posted.work, *timeouts)
+            except RuntimeError as error:
+                if self._lock_s is not None and time.monotonic() - began > 0.9 * self._lock_s:
+                    raise Locked(f"locked for {self._lock_s:g} s: {why}{posted.what}") from error
+                _stand_still(block)
+            posted.is_over = True
+
+    def _waited(self, work: Any, *args: Any, **kwargs: Any) -> bool:
+        """In the place of ``Work.wait``."""
+        posted = self._by_work.get(id(work))
+        if posted is None or threading.current_thread() is not threading.main_thread():
+            return bool(_stock_wait(work, *args, **kwargs))
+        if posted.is_barrier:
+            self.drain()
+            self._finish(posted)
+        if posted.is_over:
+            del self._by_work[id(work)]  # a message of gloo cannot be waited for twice
+        elif posted not in self._stream:
+            self._stream.append(posted)
+        return True
+
+    def install(self) -> None:
+        """Let the main thread keep the rules; there is no way back."""
+        waited = self._waited
+
+        @functools.wraps(dist.Work.wait)
+        def wait(work: Any, *args: Any, **kwargs: Any) -> bool:
+            return waited(work, *args, **kwargs)
+
+        seem_of_torch(wait)
+
+        wait.device = self  # type: ignore[attr-defined]
+        dist.Work.wait = wait  # type: ignore[method-assign]
+        for name in ("tolist", "numpy", "cpu", "__reduce_ex__"):  # which no dispatch mode sees
+            setattr(torch.Tensor, name, self._reading(getattr(torch.Tensor, name)))
+        torch._C._distributed_c10d._dump_nccl_trace_json = self.record  # type: ignore[attr-defined]
+        _Operators(self).__enter__()
+
+    def _reading(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                self.drain()
+            return stock(tensor, *args, **kwargs)
+
+        return read
+
+    def before_operator(self) -> None:
+        """What has to be over before an operator runs."""
+        if self._allocates_by_free:
+            self.need_idle()
+        elif self._stream:
+            self.drain()
+
+    @contextmanager
+    def allocating_by_free(self) -> Iterator[None]:
+        """Let memory be short: every operator gives some back before it takes its own."""
+        self._allocates_by_free = True
+        try:
+            yield
+        finally:
+            self._allocates_by_free = False
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._device.before_operator()
+        return func(*args, **(kwargs or {}))
+
+
+def _storages(tensors: Any) -> set[int]:
+    if isinstance(tensors, torch.Tensor):
+        return {tensors.untyped_storage().data_ptr()}
+    if isinstance(tensors, (list, tuple)):
+        return {storage for tensor in tensors for storage in _storages(tensor)}
+    return set()
+
+
+def _block(call: Callable[..., Any], *args: Any) -> None:
+    """Make a call that blocks; the thread stands here, in no function of torch.distributed."""
+    call(*args)
+
+
+def block_inside_torch(call: Callable[..., Any], *args: Any) -> None:
+    """Make a call that blocks; the thread stands here, in a function that seems to be of torch.distributed."""
+    call(*args)
+
+
+def seem_of_torch(*functions: Any) -> None:
+    """Let stacks show the code of ``functions`` as torch's: by the file `ds_hetero.runtime.peers.stack` judges."""
+    for function in functions:
+        function.__code__ = _of_torch(function.__code__)
+
+
+def _of_torch(code: CodeType) -> CodeType:
+    inner = tuple(_of_torch(const) if isinstance(const, CodeType) else const for const in code.co_consts)
+    return code.replace(co_filename=str(_FOLDER_OF_TORCH / Path(code.co_filename).name), co_consts=inner)
+
+
+def _stand_still(block: Callable[..., None]) -> None:
+    """Never return, in one call that lets other threads run."""
+    never = threading.Lock()
+    never.acquire()
+    block(never.acquire)
+
+
+seem_of_torch(block_inside_torch, Device._finish, Device._waited, _stand_still)
