@@ -295,3 +295,51 @@ def test_a_rank_without_a_share_is_refused() -> None:
 def _weigh_nothing(rank: int) -> None:
     with pytest.raises(ConfigError, match="gives rank 1 a weight of 0"):
         start((1, 0))
+
+
+# By name: the parts of the tensors that travel together, and what gathers and reduces them.
+PARTS: dict[str, tuple[tuple[tuple[int, ...], ...], set[str], set[str]]] = {
+    "even": (((4, 4, 4), (2, 2, 2)), {"_allgather_base"}, {"_reduce_scatter_base"}),
+    "even together": (((4, 2, 3), (2, 4, 3)), {"_allgather_base"}, {"_reduce_scatter_base"}),
+    "uneven": (((4, 1, 1), (2, 2, 2)), {"broadcast"}, {"reduce_scatter"}),
+    "a rank without a part": (((4, 2, 0),), {"broadcast"}, {"reduce_scatter"}),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_travel_by_the_even_collective_where_they_are_even(name: str) -> None:
+    parts, gathers, reduces = PARTS[name]
+    for gathered, reduced, sent in run_deepspeed(_move_parts, 3, parts, strict=True):
+        assert {_GENERAL.get(call, call) for call, _ in gathered} == gathers
+        assert {_GENERAL.get(call, call) for call, _ in reduced} == reduces
+        assert sent == sum(map(sum, parts))
+
+
+_GENERAL = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
+
+
+def _move_parts(rank: int, parts: tuple[tuple[int, ...], ...]) -> tuple[list[Any], list[Any], int]:
+    """The calls that gather tensors and reduce their gradients, with what they move; the values are compared here."""
+    import deepspeed
+
+    from benchmarks.proof.events import Call
+    from benchmarks.proof.recording import recording
+    from ds_hetero.frameworks.deepspeed.zero.stage3 import Gathering, reduce_to_owners
+    from ds_hetero.values.splits import Split
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    cuts = [Split(sizes) for sizes in parts]
+    whole = [torch.arange(cut.total, dtype=torch.float64) + 10 * i for i, cut in enumerate(cuts)]
+    shards = [x[slice(*cut.ranges[rank])] for x, cut in zip(whole, cuts, strict=True)]
+    with recording() as events:
+        gathered = Gathering(shards, cuts, group).wait()
+    calls = [(event.name, event.shape) for event in events if isinstance(event, Call)]
+    with recording() as events:
+        reduced = reduce_to_owners([x * (rank + 1) for x in whole], cuts, group, divisor=2)
+    for x, shard, both, average in zip(whole, shards, gathered, reduced, strict=True):
+        assert torch.equal(both, x)
+        assert torch.equal(average, shard * 3)  # halves of (1 + 2 + 3) are exact
+    sent = sum(x.numel() for x in gathered)
+    return calls, [(event.name, event.shape) for event in events if isinstance(event, Call)], sent

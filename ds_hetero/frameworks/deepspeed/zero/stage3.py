@@ -177,8 +177,9 @@ class Gathering:
         shards   [s] each
         result   of ``wait()``: [n] each, still with the padding that its cut has
 
-    Collectives: on NCCL one all_gather of a list, which it runs as one batch of broadcasts; elsewhere one broadcast per
-        rank, all under way at once. Either way a rank sends its shards of all tensors in one message. None on one rank.
+    Collectives: one all_gather_into_tensor where all ranks hold as much. Where they do not, one all_gather of a list
+        on NCCL, which runs it as a batch of broadcasts, and one broadcast per rank on gloo, all under way at once. A
+        rank sends its shards of all tensors in one message either way. None on one rank.
     """
 
     def __init__(self, shards: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup) -> None:
@@ -191,7 +192,9 @@ class Gathering:
         self._flat = torch.empty(sum(sizes), dtype=shards[0].dtype, device=device)
         self._by_rank = torch.split(self._flat, sizes)
         torch.cat([shard.detach().to(device) for shard in shards], out=self._by_rank[rank])
-        if gathers_unequal_parts(group):
+        if len(set(sizes)) == 1:
+            works = [dist.all_gather_into_tensor(self._flat, self._by_rank[rank], group=group, async_op=True)]
+        elif gathers_unequal_parts(group):
             works = [dist.all_gather(list(self._by_rank), self._by_rank[rank], group=group, async_op=True)]
         else:
             works = [
@@ -268,8 +271,9 @@ def _gather(
 def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup, divisor: int) -> list[Tensor]:
     """Add up whole gradients over the ranks and divide them, each rank receiving its shards: [n] each -> [s] each.
 
-    Collectives: one reduce_scatter of a list, which NCCL and gloo run as one reduce per rank, all at once; a rank
-        receives its shards of all gradients in one message. None on one rank.
+    Collectives: one reduce_scatter_tensor where all ranks own as much; else one reduce_scatter of a list, which NCCL
+        and gloo run as one reduce per rank, all at once. A rank receives its shards of all gradients in one message.
+        None on one rank.
     """
     rank, num_ranks = dist.get_rank(group=group), dist.get_world_size(group=group)
     if num_ranks == 1:
@@ -279,9 +283,13 @@ def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: Proc
         for grad, cut in zip(grads, cuts, strict=True)
     ]
     flat = torch.cat([parts[owner] for owner in range(num_ranks) for parts in pieces]).div_(divisor)
-    by_rank = list(torch.split(flat, [sum(cut.sizes[owner] for cut in cuts) for owner in range(num_ranks)]))
+    sizes = [sum(cut.sizes[owner] for cut in cuts) for owner in range(num_ranks)]
+    by_rank = list(torch.split(flat, sizes))
     received = torch.empty_like(by_rank[rank])
-    dist.reduce_scatter(received, by_rank, group=group)
+    if len(set(sizes)) == 1:
+        dist.reduce_scatter_tensor(received, flat, group=group)
+    else:
+        dist.reduce_scatter(received, by_rank, group=group)
     return list(torch.split(received, [cut.sizes[rank] for cut in cuts]))
 
 
