@@ -26,7 +26,7 @@ from ds_hetero.runtime.data.fetch import Progress
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.data.loss_units import Batch
 from ds_hetero.runtime.data.sample_loader import SampleLoader, on_device
-from ds_hetero.runtime.data.shard_info import is_placeholder, shard_info
+from ds_hetero.runtime.data.shard_info import attach, is_placeholder, shard_info
 from ds_hetero.runtime.data.shards import model_inputs, note_shard
 from ds_hetero.runtime.data.whole_batches import BatchReading
 from ds_hetero.runtime.replica import Replica
@@ -89,6 +89,9 @@ class ModelLoader(ShardedLoader):
             inputs = model_inputs(shard, self._target)
             info = shard_info(inputs["position_ids"])
             assert info is not None
+            if self._model.as_loaded is not None:
+                info = self._model.as_loaded.numbered(info)
+                attach(inputs["position_ids"], info)
             self._model.note_shard(info)
             note_shard(shard)
             yield inputs

@@ -28,7 +28,9 @@ from ds_hetero.runtime.peers.watch import current_phase, start_watch, waiting_fo
 
 T = TypeVar("T")
 
-_ROW_WIDTH = 64  # integers in every all_gather of this module, so that ranks in different phases find out; 512 bytes
+# Integers in every all_gather of this module, so that ranks in different phases find out: 1,024 bytes, into which the
+# numbers go by which a step of one micro-batch is checked (`ds_hetero.runtime.step_checks`).
+_ROW_WIDTH = 128
 _LONGEST_PHASE = 128  # bytes of its description
 
 
@@ -38,11 +40,11 @@ def all_gather_bytes(
     """Give every rank the integers and the bytes of every rank, by rank of ``group``.
 
     Args:
-        numbers: at most 62, as many on every rank.
+        numbers: at most 126, as many on every rank.
         group: the ranks that take part; None for the whole job.
 
     Caller: every rank of ``group``, in the same phase of the job (`waiting_for_peers`).
-    Collectives: one all_gather of 64 integers; one more of the longest payload, if one does not fit into them. For the
+    Collectives: one all_gather of 128 integers; one more of the longest payload, if one does not fit into them. For the
         whole job they run on a process group of their own (`messages_group`), where nothing else can meet them.
 
     Raises:

@@ -385,6 +385,7 @@ HOOKS = (
     HookRow("forward", recording(FORWARD), PipelinedEngine),
     HookRow("forward", waiting("running the passes of a step"), PipelinedEngine),
     HookRow("forward", run_passes, PipelinedEngine),
+    HookRow("forward", before(split.note_switches), SplitEngine),
     HookRow("forward", split.find_unit, SplitEngine),
     HookRow("forward", within(split.record_common_forward), SplitEngine),
     HookRow("forward", within(split.time_forward), SplitEngine),

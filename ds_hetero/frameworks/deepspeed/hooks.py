@@ -30,8 +30,10 @@ from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling
 from ds_hetero.frameworks.deepspeed.saving import restore_random_states, save_whole
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.job.prediction_check import PredictionCheck
+from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.calls import FORWARD, own_calls
 from ds_hetero.runtime.peers.watch import waiting_for_peers
+from ds_hetero.runtime.step_checks import SameSwitches
 from ds_hetero.runtime.step_clock import IDLE
 from ds_hetero.values.section import SECTION
 
@@ -130,6 +132,12 @@ def check_step(hooked: HookedEngine) -> None:
         hooked.checks.judge()
 
 
+def note_switches(hooked: SplitEngine) -> None:
+    """Before a forward of training: note what it runs under."""
+    if hooked.switches is not None and torch.is_grad_enabled():
+        hooked.switches.note_forward(default_device().type)
+
+
 def refuse_batch_sizes(hooked: HookedEngine) -> None:
     """Refuse another batch size where the plan says what batches there are. Raises `ConfigError`: it does."""
     if (message := hooked.why_batch_is_fixed) is not None:
@@ -144,6 +152,7 @@ class SplitEngine(HookedEngine):
     prediction_check: PredictionCheck  # compares steps with their prediction
     note_destroyed: Callable[[], None]  # called before the engine is gone
     stage3: Stage3Checkpoints | None  # reads and writes checkpoints of ZeRO-3; None for other stages
+    switches: SameSwitches | None = None  # a check that looks at forwards; None where checks are off
 
     @functools.cached_property
     def scaling(self) -> LossScaling:

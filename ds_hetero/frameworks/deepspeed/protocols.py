@@ -74,6 +74,7 @@ class Engine(Protocol):
     steps_per_print: Callable[[], float | None]  # steps between two lines of the log
     zero_load_from_fp32_weights: Callable[[], bool]  # whether loading takes master weights, else those of the model
     zero_optimization_partition_weights: Callable[[], bool]  # whether parameters are partitioned: ZeRO stage 3
+    gradient_clipping: Callable[[], float]
     zero_optimization_stage: Callable[[], int]  # 0 to 3
     _copy_recovery_script: Callable[[str], None]  # of the path to copy it to
     _get_all_ckpt_names: Callable[[str, Any], list[str]]  # of a folder and a tag

@@ -56,7 +56,7 @@ class ShardedLoader:
 
     Caller: every rank of the world.
     Collectives: once, a short description of every rank's loader over the world, and again if first batches have to be
-        compared. With "same", per step, and where replicas differ, per optimizer step: one all_gather of 64 integers
+        compared. With "same", per step, and where replicas differ, per optimizer step: one all_gather of 128 integers
         over the world. With "own", per sp_size steps: two small all_gathers over the world and one all_to_all_single of
         the bytes of all shards; entries that are not tensors are pickled into the second all_gather, if there are any.
 

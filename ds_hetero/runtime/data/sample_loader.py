@@ -89,7 +89,7 @@ class SampleLoader(LoaderAround):
         is_of_rank: see `replica_samples`.
 
     Caller: every rank of the world.
-    Collectives: once, a short description of every rank's loader; per optimizer step, one all_gather of 64 integers.
+    Collectives: once, a short description of every rank's loader; per optimizer step, one all_gather of 128 integers.
 
     Raises:
         BatchError: on every rank. When made: loaders are sharded. In iteration: the ranks draw different samples, or

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.backends import message_device
-from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach
+from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach, loaded_sums
 from ds_hetero.runtime.data.shards import Batch, Entries, PlacedBatch, cut
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
@@ -108,7 +108,9 @@ class _AnnouncedShard:
         for entry, part in zip(self.entries, parts, strict=True):
             shard[entry.name] = torch.empty(entry.shape, dtype=entry.dtype)  # aligned, where the bytes may not be
             _as_bytes(shard[entry.name]).copy_(part)
-        attach(shard["position_ids"], replace(self.info, whole_positions=shard.pop(WHOLE_POSITIONS, None)))
+        whole_positions = shard.pop(WHOLE_POSITIONS, None)
+        info = replace(self.info, whole_positions=whole_positions, sums=loaded_sums(shard))
+        attach(shard["position_ids"], info)
         return {**shard, **self.objects}
 
 

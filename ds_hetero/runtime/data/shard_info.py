@@ -6,8 +6,10 @@ Frameworks take a batch apart and hand some of its tensors to the model, others 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ds_hetero.runtime.documents import PositionRuns
@@ -29,6 +31,26 @@ class ShardInfo:
     inputs_are_whole: bool = False  # entries beside ``position_ids`` and labels are those of whole sequences
     whole_positions: Tensor | None = None  # with these, the batch's own ``position_ids``; None if it had none
     first: int = 0  # with these, the position of the whole sequences at which the placement begins
+    # Of entries as the loader made them, see `weighted_sums`.
+    sums: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    number: int = 0  # of the batch among those that loaders have given to the model, from 1; 0 if it is of no loader
+
+
+def loaded_sums(shard: Mapping[str, object]) -> dict[str, tuple[int, int]]:
+    """Sums of the places and labels of a shard, on the CPU, by name."""
+    sums = {}
+    for name in ("position_ids", "shift_labels"):
+        tensor = shard.get(name)
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            first, by_index = weighted_sums(tensor).tolist()
+            sums[name] = (first, by_index)
+    return sums
+
+
+def weighted_sums(tensor: Tensor) -> Tensor:
+    """[2] in int64: the sum of all numbers, and of all numbers times their index; on the device of ``tensor``."""
+    flat = tensor.reshape(-1).long()
+    return torch.stack([flat.sum(), (flat * torch.arange(len(flat), device=flat.device)).sum()])
 
 
 def attach(tensor: Tensor, info: ShardInfo) -> Tensor:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ds_hetero.errors import BatchError, ScheduleError
-from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach, is_part, shard_info
+from ds_hetero.runtime.data.shard_info import WHOLE_POSITIONS, ShardInfo, attach, is_part, loaded_sums, shard_info
 from ds_hetero.runtime.documents import MASK, POSITIONS, PositionRuns, expect_one_set_of_boundaries, position_runs
 from ds_hetero.values.placement import Placement, Placer, Rows
 from ds_hetero.values.schedule import Schedule
@@ -116,6 +116,7 @@ class PlacedBatch(NamedTuple):
             is_filler=is_filler,
             inputs_are_whole=self.batch.keeps_inputs,
             whole_positions=shard.pop(WHOLE_POSITIONS, None),
+            sums=loaded_sums(shard),
         )
         attach(shard["position_ids"], info)
         return shard

@@ -3,14 +3,41 @@
 protocol   a check: this rank's few numbers, and a verdict from the numbers of all ranks
 exchange   all checks of one engine: one exchange per optimizer step
 comparison_pace   when a piece of a batch is compared again
+as_loaded   places and labels that a forward is given are those of the loader
+same_switches   what of the model is trained and how it runs is the same on every rank
+same_values   parameters, buffers and averaged gradients are the same on every rank
 token_weights   the weight of each label in the gradient of the loss
 class_loss   the loss that a model's class computes itself, beside the cross entropy of its logits
 """
 
+from ds_hetero.runtime.step_checks.as_loaded import AsLoaded
 from ds_hetero.runtime.step_checks.class_loss import ClassLoss
 from ds_hetero.runtime.step_checks.comparison_pace import ComparisonPace
 from ds_hetero.runtime.step_checks.exchange import StepChecks
 from ds_hetero.runtime.step_checks.protocol import StepCheck, Undecided, Verdict
+from ds_hetero.runtime.step_checks.same_switches import SameSwitches
+from ds_hetero.runtime.step_checks.same_values import (
+    RTOL,
+    RTOL_HALF_UPDATES,
+    same_gradients,
+    same_parameters,
+    same_untrained,
+)
 from ds_hetero.runtime.step_checks.token_weights import TokenWeights
 
-__all__ = ["ClassLoss", "ComparisonPace", "StepCheck", "StepChecks", "TokenWeights", "Undecided", "Verdict"]
+__all__ = [
+    "RTOL",
+    "RTOL_HALF_UPDATES",
+    "AsLoaded",
+    "ClassLoss",
+    "ComparisonPace",
+    "SameSwitches",
+    "StepCheck",
+    "StepChecks",
+    "TokenWeights",
+    "Undecided",
+    "Verdict",
+    "same_gradients",
+    "same_parameters",
+    "same_untrained",
+]

@@ -24,7 +24,7 @@ class StepChecks:
 
     def __init__(self, checks: Iterable[StepCheck] = ()) -> None:
         self._checks: list[StepCheck] = []
-        self._reported: set[str] = set()  # texts of undecided checks that rank 0 has logged
+        self._reported: set[str] = set()  # subjects of undecided checks that rank 0 has logged
         self.count = 0  # optimizer steps that were checked
         for check in checks:
             self.add(check)
@@ -62,9 +62,13 @@ class StepChecks:
 
     def _numbers(self) -> list[Tensor]:
         """Numbers of every check, in order."""
-        numbers = [torch.as_tensor(check.numbers(), dtype=torch.float64) for check in self._checks]
-        for check, of_check in zip(self._checks, numbers, strict=True):
-            assert of_check.shape == (check.width,), (type(check).__name__, of_check.shape)
+        numbers = []
+        for check in self._checks:
+            of_check = check.numbers()
+            parts = of_check if isinstance(of_check, tuple) and isinstance(of_check[0], Tensor) else (of_check,)
+            tensors = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
+            assert sum(map(len, tensors)) == check.width, (type(check).__name__, check.width)
+            numbers += tensors
         return numbers
 
     def _judge_rows(self, rows: Sequence[Sequence[float]]) -> None:
@@ -74,21 +78,24 @@ class StepChecks:
             verdict = check.verdict([row[start : start + check.width] for row in rows])
             start += check.width
             if isinstance(verdict, Undecided):
-                self._report(verdict.text)
+                self._report(verdict)
             elif isinstance(verdict, HeteroError) and contradiction is None:
                 contradiction = verdict
         if contradiction is not None:
             raise contradiction
 
-    def _report(self, text: str) -> None:
+    def _report(self, undecided: Undecided) -> None:
         """Log what could not be checked, once, on rank 0."""
-        if text not in self._reported and dist.get_rank() == 0:
-            logger.warning("%s", text)
-        self._reported.add(text)
+        subject = undecided.subject or undecided.text
+        if subject not in self._reported and dist.get_rank() == 0:
+            logger.warning("%s", undecided.text)
+        self._reported.add(subject)
 
 
 def _on_host(parts: Sequence[Tensor]) -> Tensor:
     """All numbers in one tensor on the CPU; those on a GPU in one copy, the only wait for the device."""
-    devices = {part.device for part in parts if part.device.type != "cpu"}
-    device = next(iter(devices), torch.device("cpu"))
-    return torch.cat([part.to(device, non_blocking=True) for part in parts]).cpu()
+    on_device = [part for part in parts if part.device.type != "cpu"]
+    if not on_device:
+        return torch.cat(list(parts))
+    fetched = iter(torch.split(torch.cat(on_device).cpu(), [len(part) for part in on_device]))
+    return torch.cat([part if part.device.type == "cpu" else next(fetched) for part in parts])

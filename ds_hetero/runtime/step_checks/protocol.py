@@ -20,10 +20,15 @@ class Undecided:
     """The check cannot tell whether the step is right; rank 0 says so once."""
 
     text: str
+    subject: str = ""  # said once; the text where it is empty, which must then name no values of the step
 
 
 Verdict = HeteroError | Undecided | None
 """An error that every rank raises before the optimizer's step, or what rank 0 says once, or nothing to say."""
+
+
+Numbers = Tensor | Sequence[float] | tuple[Tensor, ...]
+"""Numbers of a rank about a step; tensors of one axis, put together, where some are on a device."""
 
 
 class StepCheck(Protocol):
@@ -33,7 +38,7 @@ class StepCheck(Protocol):
     def width(self) -> int:
         """Numbers of a rank; the same on every rank and in every step."""
 
-    def numbers(self) -> Tensor | Sequence[float]:
+    def numbers(self) -> Numbers:
         """This rank's numbers of the optimizer step that ends, [width] in float64, on any device; called once a step.
 
         It must not run collectives. What it raises is raised on every rank.

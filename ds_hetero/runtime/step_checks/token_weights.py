@@ -357,8 +357,12 @@ class TokenWeights:
             return None
         for ranks in replicas:
             of_replica = [rank for rank in ranks if rank in known]
-            equals_mean = all(_alike(forwards[rank].value, forwards[rank].expected, 10 * _SAME) for rank in ranks)
-            if not of_replica or not equals_mean:
+            if not of_replica:
+                continue
+            shares = [forwards[rank].value / (forwards[rank].expected or float("nan")) for rank in ranks]
+            if all(_alike(share, 1 / len(totals), 10 * _SAME) for share in shares):
+                return Undecided(_DIVIDED.format(len(totals)))
+            if not all(_alike(share, 1.0, 10 * _SAME) for share in shares):
                 continue
             labels = sum(forwards[rank].labels for rank in ranks)
             expected = len(totals) / (len(replicas) * labels * totals[0].divisor)
@@ -384,6 +388,11 @@ _BY_RANK = "the loss given to backward weighs labels by rank"
 _BY_TOKEN = (
     "the loss given to backward weighs tokens unlike each other, as losses with weights by class or by position do: "
     "that it is divided by the same on all ranks cannot be checked beyond its value"
+)
+_DIVIDED = (
+    "the loss given to backward is the mean over the batch's labels, divided by {}, which is the number of ranks. "
+    "If it is divided for the ranks, training is that of one process with smaller gradients: leave the "
+    "division out, the engine averages over the ranks by itself"
 )
 _OF_ANOTHER_KIND = (
     "the loss given to backward is not the cross entropy of single tokens, or more than that: that it weighs tokens of "

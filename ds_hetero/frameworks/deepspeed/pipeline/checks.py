@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from ds_hetero.frameworks.deepspeed.checks import SameGroups
+from ds_hetero.frameworks.deepspeed.optimizer_groups import SameGroups
 from ds_hetero.frameworks.deepspeed.pipeline.optimizer import PipelineOptimizer
 from ds_hetero.frameworks.deepspeed.pipeline.pipelined_engine import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.zero.used_parameters import UsedParameters

@@ -353,6 +353,9 @@ class Entrance:
             add_own_loss(self._model, output, kwargs, forward)
         else:
             add_loss(output, kwargs, forward, self._model.router_term(output), loss_sum)
+        info = shard_info(kwargs.get("position_ids"))
+        if self._model.as_loaded is not None and info is not None and torch.is_grad_enabled():
+            self._model.as_loaded.note_forward(kwargs, info)
         if self._model.token_weights is not None and torch.is_grad_enabled():
             note_logits(self._model.token_weights, output, kwargs, self._model.own_loss)
 

@@ -50,7 +50,7 @@ from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_i
 from ds_hetero.runtime.data.shards import PACKING, Entries, is_shard
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.step_checks import ClassLoss, ComparisonPace, TokenWeights
+from ds_hetero.runtime.step_checks import AsLoaded, ClassLoss, ComparisonPace, TokenWeights
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
@@ -81,6 +81,7 @@ class ShardedModel:
         num_comparisons: pieces of batches that were compared, whole and sharded; the same on every rank.
         class_loss: checks the loss that the model's class computes itself; None for transformers' classes, and without
             checks.
+        as_loaded: checks what forwards are given; None without checks.
         latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
     """
 
@@ -95,6 +96,7 @@ class ShardedModel:
         self.token_weights: TokenWeights | None = None
         self.pace = ComparisonPace("first_batch")
         self.class_loss: ClassLoss | None = None
+        self.as_loaded: AsLoaded | None = None
         self._checked: set[str] = set()  # features of batches
         self.num_comparisons = 0
         self._has_scaled_loss = False  # since the engine's last step
@@ -373,14 +375,16 @@ class ShardedModel:
         Args:
             keeps_tiles: compute in tiles, as outside; else in one piece.
         """
-        kept = self.clock, self._observers, self.latest_positions, self.token_weights, self.class_loss
+        kept = self.clock, self._observers, self.latest_positions
+        checks = self.token_weights, self.class_loss, self.as_loaded
         tiles, self._entrance.tiles = self._entrance.tiles, self._entrance.tiles if keeps_tiles else None
         self.clock, self._observers = StepClock(default_device()), ()
-        self.token_weights = self.class_loss = None
+        self.token_weights = self.class_loss = self.as_loaded = None
         try:
             yield
         finally:
-            self.clock, self._observers, self.latest_positions, self.token_weights, self.class_loss = kept
+            self.clock, self._observers, self.latest_positions = kept
+            self.token_weights, self.class_loss, self.as_loaded = checks
             self._entrance.tiles = tiles
 
     def record_batches(self, observers: Sequence[Callable[[BatchLayout], None]]) -> None:
