@@ -2,9 +2,9 @@
 
 `Handle.loss` and the Trainer give the engine a loss of the right scale, and it is known as such. Any other loss follows
 a convention (`ds_hetero.runtime.loss.CONVENTIONS`): the one that ``"loss"`` in the "heterogeneity" section declares, or
-``"replica_mean"``, the recipe that accelerate and transformers document. At an engine's first backward the ranks look
-at each other's losses and refuse what contradicts the convention: the recipe gives all ranks of a replica one value,
-the others each its own.
+``"replica_mean"``, the recipe that accelerate and transformers document. The recipe gives all ranks of a replica one
+value, the others each its own: the checks of a step look at that (`ds_hetero.runtime.step_checks.token_weights`). Where
+they are off, the ranks compare their losses at an engine's first backward.
 
 Several backwards for one optimizer step: exact by ZeRO 0 and 3, refused where ZeRO 1 and 2 would drop gradients.
 
@@ -63,7 +63,8 @@ class LossScaling:
             micro_step: of a model that runs whole, see `WholeModel.micro_step`.
 
         Caller: every rank of the world, once per micro-batch.
-        Collectives: at first, one all_gather of two numbers over the world; see `rescaled_loss` for the others.
+        Collectives: without checks of a step, at first, one all_gather of two numbers over the world; see
+            `rescaled_loss` for the others.
 
         Raises:
             ConfigError: the loss follows another convention than it should, or is the engine's plus a term that is not;
@@ -99,7 +100,8 @@ class LossScaling:
     def _by_convention(self, loss: Tensor, divisor: int) -> Tensor:
         replica = self._model.replica
         convention = self._model.loss_convention or "replica_mean"
-        if convention not in self._checked and self._expect(convention, loss):
+        is_checked = self._model.token_weights is not None or convention in self._checked
+        if not is_checked and self._expect(convention, loss):
             self._checked.add(convention)
         info = shard_info(self._model.latest_positions)
         labels = None if info is None else info.labels
@@ -144,7 +146,7 @@ class LossScaling:
                 f'"{SECTION}": {{"loss": "local_mean"}}, a mean over the rank\'s own labels; "local_sum", their sum; '
                 '"local_share", their sum over the number of labels in the replica.'
             )
-        if convention != "replica_mean" and alike and all(alike) and self._model.token_weights is None:
+        if convention != "replica_mean" and alike and all(alike):
             raise ConfigError(
                 f'"{SECTION}.loss" is "{convention}", but the loss given to backward is the same on all ranks of each '
                 f"replica (by rank {by_rank}), as it is by handle.loss and by the recipe. Leave the key out."

@@ -124,7 +124,10 @@ def _add_to_recipe(rank: int) -> str:
     (batch,) = handle.dataloader(batches(1), batches="same")
     with pytest.raises(ConfigError) as caught:
         engine.backward(recipe(engine, batch) + 1e-2 * _z(engine(**batch).logits).mean())
+        engine.step()
+    engine.zero_grad()
     engine.backward(recipe(engine, batch) + 1e-2 * model.lm_head.weight.square().sum())  # the same on all ranks
+    engine.step()
     return str(caught.value)
 
 
