@@ -25,6 +25,11 @@ def test_a_step_waits_once_and_launches_about_as_much_as_stock_ulysses():
         forward = {place: count for place, count in row["sync_places"].items() if place.startswith("forward")}
         assert sum(forward.values()) == 1
         assert "gather_headers" in next(iter(forward))
+        # The checks of a step wait for the device once, after the backward; then one message goes out and comes back.
+        checks = {place: count for place, count in row["sync_places"].items() if "step_checks" in place}
+        assert list(checks.values()) == [1] and "_on_host" in next(iter(checks))
+        messages = [count for place, count in row["sync_places"].items() if "step: _to_copy runtime/coll" in place]
+        assert messages == [1, 1]
         assert row["peak_bytes"] > row["resting_bytes"] > 0
     assert all(row["ratio"] <= 1.3 for row in result["launches"])
     assert run.returncode == 0
