@@ -40,7 +40,6 @@ from benchmarks.faults.jobs import Job, all_jobs, quick_jobs
 from benchmarks.faults.run import LIMIT_S, run_job
 from benchmarks.faults.table import show
 from benchmarks.faults.verdict import Verdict
-from benchmarks.faults.world import STRICT
 from benchmarks.measure.results import FOLDER, header, progress, write
 
 RESULT = FOLDER / "faults.json"
@@ -62,8 +61,6 @@ def main() -> int:
     jobs = [job for job in (quick_jobs() if options.quick else all_jobs()) if re.search(options.only or "", job.name)]
     if options.jobs is not None:
         jobs = [jobs[i * len(jobs) // options.jobs] for i in range(min(options.jobs, len(jobs)))]
-    if options.strict:
-        os.environ |= {STRICT: "1", "STRICT_GROUP_LOCK_S": "0"}  # their server inherits it
     if options.list:
         print("\n".join(job.name for job in jobs))
         return 0
@@ -72,7 +69,7 @@ def main() -> int:
     paths = [RESULT] * is_whole + [options.json] * (options.json is not None)
     verdicts: list[Verdict] = []
     begin = time.monotonic()
-    for verdict in _run_all(jobs, options.limit_s, options.keep):
+    for verdict in _run_all(jobs, options.limit_s, options.keep, options.strict):
         verdicts.append(verdict)
         result["seconds"] = round(time.monotonic() - begin, 1)
         for path in paths:  # after every job: a run that is cut short leaves what it came to
@@ -81,7 +78,7 @@ def main() -> int:
     return 0 if all(verdict.is_good for verdict in verdicts) else 1
 
 
-def _run_all(jobs: Sequence[Job], limit_s: float, keep: Path | None) -> Iterator[Verdict]:
+def _run_all(jobs: Sequence[Job], limit_s: float, keep: Path | None, strict: bool) -> Iterator[Verdict]:
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}  # before the server imports DeepSpeed
     with progress(Console(stderr=True)) as report:
         for number, job in enumerate(jobs):
@@ -89,7 +86,7 @@ def _run_all(jobs: Sequence[Job], limit_s: float, keep: Path | None) -> Iterator
             with tempfile.TemporaryDirectory(prefix="ds_hetero_faults_") as scratch:
                 folder = Path(scratch) if keep is None else keep / f"{all_jobs().index(job):03}"
                 folder.mkdir(parents=True, exist_ok=keep is None)
-                yield run_job(job, folder, limit_s)
+                yield run_job(job, folder, limit_s, strict)
 
 
 def _as_json(verdict: Verdict) -> dict[str, Any]:

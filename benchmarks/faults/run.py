@@ -13,22 +13,24 @@ from benchmarks.faults.world import run_world
 LIMIT_S = 45.0
 
 
-def run_job(job: Job, folder: Path, limit_s: float = LIMIT_S) -> Verdict:
+def run_job(job: Job, folder: Path, limit_s: float = LIMIT_S, strict: bool = False) -> Verdict:
     """Run one job and go on from its last checkpoint, if torchrun does not do that itself.
 
     Args:
         job: what to run.
         folder: empty, for its output and checkpoints.
         limit_s: seconds after which it counts as a hang.
+        strict: see `run_world`.
     """
     folder.chmod(0o755)  # for a rank that gives its rights up
     if job.is_restarted:
         undisturbed = folder / "undisturbed"
         undisturbed.mkdir()
-        run_world(replace(job, store="launcher", strikes=0), undisturbed, limit_s)
-        return judge_restarts(job, folder, run_world(job, folder, limit_s), undisturbed)
-    verdict = judge(job, folder, run_world(job, folder, limit_s))
+        run_world(replace(job, store="launcher", strikes=0), undisturbed, limit_s, strict=strict)
+        return judge_restarts(job, folder, run_world(job, folder, limit_s, strict=strict), undisturbed)
+    verdict = judge(job, folder, run_world(job, folder, limit_s, strict=strict))
     if job.phase not in START and not verdict.hung:
         last = last_checkpoint(job, folder)
-        judge_checkpoint(verdict, folder, None if last is None else run_world(job, folder, limit_s, resume=True))
+        resumed = None if last is None else run_world(job, folder, limit_s, resume=True, strict=strict)
+        judge_checkpoint(verdict, folder, resumed)
     return verdict

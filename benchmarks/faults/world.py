@@ -27,9 +27,7 @@ from benchmarks.faults.jobs import ENDLESS, PAUSE, Job
 from benchmarks.faults.plant import FAULT_FILE
 from benchmarks.measure.ports import free_port
 
-STRICT = "STRICT_GROUP"
-"""Variable that makes ranks wait where those on NCCL would, if it is 1."""
-
+_STRICT = "STRICT_GROUP"
 _PAUSE_S = 2.0
 _STACKS_S = 0.7  # for the ranks to write their stacks
 _PR_SET_PDEATHSIG = 1
@@ -51,7 +49,7 @@ class RankEnd:
     output: str
 
 
-def run_world(job: Job, folder: Path, limit_s: float, resume: bool = False) -> list[RankEnd]:
+def run_world(job: Job, folder: Path, limit_s: float, resume: bool = False, strict: bool = False) -> list[RankEnd]:
     """Run the ranks of a job and watch them until all have ended, or torchrun has that starts them again.
 
     Args:
@@ -59,6 +57,7 @@ def run_world(job: Job, folder: Path, limit_s: float, resume: bool = False) -> l
         folder: of the job; made already.
         limit_s: seconds after which the ranks that still run are killed, their stacks in their output; once per start.
         resume: see `benchmarks.faults.training.train`.
+        strict: let ranks connect, wait and stay silent as those on NCCL do, see `tests.strict_group`.
     """
     _server.set_forkserver_preload(["benchmarks.faults.preload"])
     store = _host_store(job.ranks) if job.store == "launcher" else None
@@ -75,6 +74,8 @@ def run_world(job: Job, folder: Path, limit_s: float, resume: bool = False) -> l
         "XDG_CACHE_HOME": str(folder / "cache"),
         "ACCELERATE_USE_CPU": "false",  # accelerate leaves DeepSpeed alone where it is told to use the CPU
         "TRANSFORMERS_VERBOSITY": "error",
+        _STRICT: str(int(strict)),
+        "STRICT_GROUP_LOCK_S": "0",  # no wait of theirs is called a lock: the watch has to end it
     }
     if job.is_restarted:
         processes = [_server.Process(target=_run_agent, args=(job, folder, env))]
@@ -192,7 +193,7 @@ def _main(job: Job, rank: int, folder: Path, resume: bool, env: Mapping[str, str
     from benchmarks.faults.training import train
 
     torch.set_num_threads(1)
-    if os.environ.get(STRICT) == "1":
+    if os.environ.get(_STRICT) == "1":
         _keep_rules_of_nccl(folder, rank, resume)
     code = 0
     try:
