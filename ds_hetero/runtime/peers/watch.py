@@ -69,7 +69,7 @@ class Watch:
         self._stay = Stay()
         self._patience_s, self._patient_since_s = _PATIENCE_S, self._stay.since_s
         self._diagnosed_s: float | None = None
-        self._is_alone = False  # with its diagnosis, since the store was gone or silent
+        self._is_alone = False  # with its diagnosis, of nobody who was killed, since the store was gone or silent
         self._has_lost_peer = False
         self._own_end: End | None = None
         self._settled = threading.Event()  # a diagnosis is there, or will not come
@@ -148,7 +148,7 @@ class Watch:
         grace_s = _GRACE_OF_UNFREED_S if is_never_freed else _GRACE_S
         if self.diagnosis.error != GONE:
             grace_s = 0.1  # who went another way closes no connection
-        if self._is_alone:  # maybe what is gone is the store, and nothing else
+        if self._is_alone:  # maybe what is gone is the store, and nothing else, or goes on in time
             return self._stay.unchanged_s >= self._timeout_s + grace_s
         return min(time.monotonic() - self._diagnosed_s, self._stay.unchanged_s) >= grace_s
 
@@ -307,7 +307,10 @@ class Watch:
             alone := diagnose_alone(self._ends, self._processes.dead(), self._processes.stopped())
         ) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        self._is_alone = self._is_alone or self.diagnosis is None
+        known = {end.rank for end in self._ends}
+        was_killed = not self._processes.stopped() and not known.issuperset(self._processes.dead())
+        if self.diagnosis is None:
+            self._is_alone = not was_killed
         self._note(alone or STORE_GONE)
 
 

@@ -45,7 +45,12 @@ def test_all_ranks_end_and_name_the_rank_and_the_last_checkpoint_loads(job: Job)
 
 
 # Of all jobs, what NCCL would not tell of: who is gone, and calls that return although they never meet.
-_STRICT = ("kill -9 in forward", "exception in step", "barrier and broadcast in between steps")
+_STRICT = (
+    "kill -9 in forward",
+    "exception in step",
+    "barrier and broadcast in between steps",
+    "kill -9 in save, rank 0 of 2, ZeRO-0, Trainer, store on rank 0",
+)
 
 
 @pytest.mark.parametrize("begins", [_STRICT[0], *(pytest.param(name, marks=pytest.mark.slow) for name in _STRICT[1:])])
