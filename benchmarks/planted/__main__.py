@@ -105,7 +105,9 @@ def _run(run: object, world: int, jobs: Sequence[type[Job]], *options: object) -
 def _attempt(run: object, world: int, *arguments: object) -> list[list[Trace]]:
     """Traces of every rank; none if ranks hung or died."""
     try:
-        traces: list[list[Trace]] = run_deepspeed(run, world, *arguments, timeout_s=_LIMIT_S)  # type: ignore[arg-type]
+        # accelerate takes ranks on CPUs for its own kind of job otherwise.
+        env = {"ACCELERATE_USE_CPU": "true" if run is run_alone else "false"}
+        traces: list[list[Trace]] = run_deepspeed(run, world, *arguments, timeout_s=_LIMIT_S, env=env)  # type: ignore[arg-type]
     except AssertionError as error:
         print(str(error)[-3000:], file=sys.stderr)
         return _of_ended(str(error), world)

@@ -109,7 +109,8 @@ class Accumulated(Control):
 
 class DropoutInMlps(Control):
     name = "dropout in MLPs"
-    what = "dropout of one half in training, of zeros: values of one process, but with its calls"
+    what = "dropout in training, drawn by every rank for its tokens"
+    is_random = True
 
     def make_model(self) -> Any:
         model = super().make_model()

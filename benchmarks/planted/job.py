@@ -53,6 +53,7 @@ class Job:
     keys: ClassVar[Mapping[str, Any]] = {}
     accumulation: ClassVar[int] = 1
     lr: ClassVar[float] = 0.1
+    is_random: ClassVar[bool] = False  # ranks draw other numbers than one process: only refusals are looked at
     is_apart: ClassVar[bool] = False  # leaves state of a framework behind: has ranks of its own
 
     def __init__(self, rank: int, *, alone: bool) -> None:

@@ -484,7 +484,7 @@ class ModulePastEngine(Job):
     what = "engine.module is called in the place of the engine"
 
     def forward(self, batch: dict[str, Any]) -> Any:
-        return self.engine.module(**batch) if self.has_begun else self.engine(**batch)
+        return self.engine.module(**batch) if self.has_begun and not self.alone else self.engine(**batch)
 
 
 class WrongShift(Job):

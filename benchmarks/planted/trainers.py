@@ -51,7 +51,8 @@ class _Counted(Job):
         from transformers import TrainingArguments
 
         options = {
-            "deepspeed": config,
+            "deepspeed": None if self.alone else config,
+            "use_cpu": self.alone,
             "report_to": "none",
             "logging_steps": 1,
             "save_strategy": "no",

@@ -56,7 +56,9 @@ def judge(job: type[Job], traces: Sequence[Trace], harm: float | None, off: floa
     if job.begins is None:
         if failed:
             return row(FALSE_ALARM, failed[0].steps, f"{failed[0].error}: {failed[0].message}", ended)
-        return row(RIGHT if is_exact else WRONG, None, "; ".join(text for _, text in first.warnings), 0)
+        return row(
+            RIGHT if is_exact or job.is_random else WRONG, None, "; ".join(text for _, text in first.warnings), 0
+        )
     if not failed:
         if is_exact:
             return row(EXACT, None, "", 0)
