@@ -17,16 +17,14 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]  # which DeepSpeed needs
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -38,9 +36,18 @@ from torch.distributed.elastic.rendezvous import (
 
 from ds_hetero.elastic.node import place as place_of
 from ds_hetero.elastic.node.keeper import SILENCE_S
-from ds_hetero.elastic.node.leftovers import free_node, hold, sweep
+from ds_hetero.elastic.node.keeper_start import (
+    CONNECT_TIMEOUT_S,
+    address_towards,
+    end_keeper,
+    is_own,
+    is_served,
+    start_keeper,
+)
+from ds_hetero.elastic.node.leftovers import hold, sweep
 from ds_hetero.elastic.node.place import NodePlace, token_of
 from ds_hetero.elastic.node.processes import state_of, stopped_children
+from ds_hetero.elastic.node.round_store import STORE_TIMEOUT, interface_of, store_at
 from ds_hetero.elastic.node.wire import Message, Wire, WireError, connect
 from ds_hetero.errors import ConfigError
 
@@ -55,8 +62,6 @@ PRIVATE_NAMES = (
 )
 """Private names that this room builds on; checked in the tests."""
 
-_STORE_TIMEOUT = timedelta(seconds=30)
-_CONNECT_TIMEOUT_S = 3.0
 _NEXT_KEEPER_S = 3.0  # with a keeper that cannot be reached, before the next one is tried
 _GIVE_UP_S = 120.0
 _ALIVE_S = 1.0
@@ -66,6 +71,15 @@ _BUSY_TIMES = 10  # a worker that loads, compiles or gets no share of its machin
 
 class KeeperRendezvous(RendezvousHandler):
     """The handler of one agent.
+
+        state      _is_meeting  _broken  _closed    what torchrun does
+        meeting    True         None     None       waits in `next_rendezvous` for the round
+        running    False        None     None       runs the workers
+        broken     False        a reason None       is told by `num_nodes_waiting`, ends the workers, meets
+        closed     any          any      a reason   ends: `next_rendezvous` raises
+
+    A message "round" leads from meeting to running, "broken" from running to broken, "closed" from any to closed; a
+    lost connection, or "redirect", leads to another keeper and leaves the state as it is.
 
     Args:
         agent: name of this agent, the same over its life.
@@ -176,7 +190,7 @@ class KeeperRendezvous(RendezvousHandler):
                 if self._store_at is None:
                     raise WireError(self._broken or self._closed or "no store")
                 at = self._store_at
-            self._store = TCPStore(at[0], at[1], is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+            self._store = TCPStore(at[0], at[1], is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
         os.environ.update(
             {
                 place_of.JOB: self._place.job,
@@ -243,7 +257,7 @@ class KeeperRendezvous(RendezvousHandler):
             passed_s = time.monotonic() - begin_s
             for endpoint in self._endpoints[: 1 + int(passed_s / _NEXT_KEEPER_S)]:
                 try:
-                    wire = connect(*endpoint, self._token, _CONNECT_TIMEOUT_S)
+                    wire = connect(*endpoint, self._token, CONNECT_TIMEOUT_S)
                     wire.timeout_s = SILENCE_S
                     with self._news:  # or what is due would change between the message and the wire's being known
                         wire.send(self._hello("meet" if self._is_meeting else "attach"))
@@ -326,44 +340,6 @@ class KeeperRendezvous(RendezvousHandler):
                     os.kill(pid, signal.SIGKILL)
 
 
-def store_at(address: str) -> TCPStore:
-    """A new store that listens at an address of this machine and at no other, as torch's own does at all of them.
-
-    Raises:
-        RendezvousClosedError: the address is not one of this machine.
-    """
-    try:
-        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((address, 0), family=family, backlog=1024)
-    except OSError as error:
-        raise RendezvousClosedError(
-            f"the store of the job cannot listen at {address}: {error}. Give this node an address of its own "
-            "(--listen; --local-addr under torchrun)."
-        ) from error
-    with listener:  # the store takes a descriptor of its own, and closes it
-        return TCPStore(
-            address,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=_STORE_TIMEOUT,
-            use_libuv=True,
-            master_listen_fd=os.dup(listener.fileno()),
-        )
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has an address; None where none has it, such as for 0.0.0.0."""
-    try:
-        numeric = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError:
-        return None
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == numeric for one in addresses):
-            return str(name)
-    return None
-
-
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Make the handler of an agent; start the node's keeper if it has none.
 
@@ -381,10 +357,10 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
     place = NodePlace.of(params.run_id, node)
     hold(place)
     sweep(place)
-    address = params.local_addr or _address_towards(host, int(port))
+    address = params.local_addr or address_towards(host, int(port))
     agent = os.environ.get(place_of.AGENT) or f"{node}-0"
-    if not _is_served(place):
-        own_port = int(port) if _is_own(host) else 0
+    if not is_served(place):
+        own_port = int(port) if is_own(host) else 0
         rules = f'{{"least": {params.min_nodes}, "start": {params.max_nodes}}}'
         try:
             keeper = start_keeper(place, address, own_port, rules)
@@ -392,7 +368,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
             if not own_port:
                 raise
             keeper = start_keeper(place, address, 0, rules)  # another node of this machine was first, as in tests
-        atexit.register(_end_keeper, keeper, place, agent)
+        atexit.register(end_keeper, keeper, place, agent)
     return KeeperRendezvous(place, agent, (host, int(port)), address, _terms(), params.backend)
 
 
@@ -403,66 +379,20 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 def _terms() -> Message:
     """Terms that all agents must share: releases, and the workers of an agent."""
-    count = next((a for o, a in zip(sys.argv, sys.argv[1:], strict=False) if o.strip("-") in _COUNTS), None)
-    count = count or next((a.partition("=")[2] for a in sys.argv if a.partition("=")[0].strip("-") in _COUNTS), "1")
     releases = {f"release of {name}": version(name) for name in ("torch", "deepspeed", "transformers")}
-    return {"number of workers of an agent": count, **releases}
+    return {"number of workers of an agent": _worker_count(sys.argv), **releases}
 
 
 _COUNTS = ("nproc-per-node", "nproc_per_node")
 
 
-def _is_served(place: NodePlace) -> bool:
-    address = place.address()
-    if address is None:
-        return False
-    try:
-        connect(*address, token_of(place.job), _CONNECT_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def start_keeper(
-    place: NodePlace, host: str, port: int, rules: str, memory_bytes: int | None = None
-) -> subprocess.Popen[bytes]:
-    """Start the keeper of a node, and wait until it listens.
-
-    Raises:
-        ConfigError: it does not come up, such as where another process has the port.
-    """
-    command = [sys.executable, "-m", "ds_hetero.elastic.node.keeper", "--job", place.job, "--node", place.node]
-    command += ["--host", host, "--port", str(port), "--rules", rules, "--fresh"]
-    command += [] if memory_bytes is None else ["--memory-bytes", str(memory_bytes)]
-    process = subprocess.Popen(command, start_new_session=True)
-    end_s = time.monotonic() + 30
-    while time.monotonic() < end_s and process.poll() is None:
-        if place.address(of=process.pid) is not None:
-            return process
-        time.sleep(0.02)
-    process.kill()
-    raise ConfigError(f"the keeper of node {place.node} did not come up on {host}:{port}; its message is above.")
-
-
-def _end_keeper(keeper: subprocess.Popen[bytes], place: NodePlace, agent: str) -> None:
-    """End a node's keeper with the agent that started it, and free its memory if the job has ended well."""
-    keeper.terminate()
-    keeper.wait()
-    if place.read(f"done-{agent}.json") is not None:
-        free_node(place)
-
-
-def _is_own(host: str) -> bool:
-    try:
-        with socket.create_server((host, 0)):
-            return True
-    except OSError:
-        return False
-
-
-def _address_towards(host: str, port: int) -> str:
-    """The address by which the first node sees this one."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+def _worker_count(arguments: Sequence[str]) -> str:
+    """What torchrun was given by ``--nproc-per-node N`` or ``--nproc-per-node=N``; 1 if it was not."""
+    for option, following in pairwise(arguments):
+        if option.strip("-") in _COUNTS:
+            return following
+    for argument in arguments:
+        option, _, value = argument.partition("=")
+        if option.strip("-") in _COUNTS:
+            return value
+    return "1"

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 
 from ds_hetero.elastic.node import place as place_of
-from ds_hetero.elastic.node import rendezvous
+from ds_hetero.elastic.node import rendezvous, round_store
 from ds_hetero.elastic.node.place import NodePlace
 from ds_hetero.elastic.worker import Worker
 from ds_hetero.errors import ConfigError
@@ -152,13 +152,13 @@ def test_a_worker_whose_agent_was_killed_before_it_could_notice_ends():
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "localhost"])
 def test_the_store_of_a_round_listens_at_its_address_alone(address):
-    store = rendezvous.store_at(address)
+    store = round_store.store_at(address)
     bound = _listeners()[store.port]
     assert bound == {socket.inet_aton(socket.gethostbyname(address))}
     client = TCPStore(address, store.port, is_master=False, wait_for_workers=False)
     client.set("a", "b")
     assert store.get("a") == b"b"
-    assert rendezvous.interface_of("127.0.0.1") == "lo" and rendezvous.interface_of("0.0.0.0") is None
+    assert round_store.interface_of("127.0.0.1") == "lo" and round_store.interface_of("0.0.0.0") is None
 
 
 def _listeners():
@@ -174,4 +174,4 @@ def _listeners():
 
 def test_an_address_of_another_machine_ends_the_agent_with_the_remedy():
     with pytest.raises(RendezvousClosedError, match=r"cannot listen at 192\.0\.2\.77: .*--listen"):
-        rendezvous.store_at("192.0.2.77")
+        round_store.store_at("192.0.2.77")

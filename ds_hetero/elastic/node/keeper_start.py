@@ -1,0 +1,73 @@
+"""Start of a node's keeper by the handler of an agent, and its end with that agent."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+
+from ds_hetero.elastic.node.leftovers import free_node
+from ds_hetero.elastic.node.place import NodePlace, token_of
+from ds_hetero.elastic.node.wire import connect
+from ds_hetero.errors import ConfigError
+
+CONNECT_TIMEOUT_S = 3.0
+
+
+def is_served(place: NodePlace) -> bool:
+    """Whether the keeper of a node runs and has the token of the job."""
+    address = place.address()
+    if address is None:
+        return False
+    try:
+        connect(*address, token_of(place.job), CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def start_keeper(
+    place: NodePlace, host: str, port: int, rules: str, memory_bytes: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start the keeper of a node, and wait until it listens.
+
+    Raises:
+        ConfigError: it does not come up, such as where another process has the port.
+    """
+    command = [sys.executable, "-m", "ds_hetero.elastic.node.keeper", "--job", place.job, "--node", place.node]
+    command += ["--host", host, "--port", str(port), "--rules", rules, "--fresh"]
+    command += [] if memory_bytes is None else ["--memory-bytes", str(memory_bytes)]
+    process = subprocess.Popen(command, start_new_session=True)
+    end_s = time.monotonic() + 30
+    while time.monotonic() < end_s and process.poll() is None:
+        if place.address(of=process.pid) is not None:
+            return process
+        time.sleep(0.02)
+    process.kill()
+    raise ConfigError(f"the keeper of node {place.node} did not come up on {host}:{port}; its message is above.")
+
+
+def end_keeper(keeper: subprocess.Popen[bytes], place: NodePlace, agent: str) -> None:
+    """End a node's keeper with the agent that started it, and free its memory if the job has ended well."""
+    keeper.terminate()
+    keeper.wait()
+    if place.read(f"done-{agent}.json") is not None:
+        free_node(place)
+
+
+def is_own(host: str) -> bool:
+    """Whether an address is of this machine."""
+    try:
+        with socket.create_server((host, 0)):
+            return True
+    except OSError:
+        return False
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address by which the first node sees this one."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
