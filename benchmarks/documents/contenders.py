@@ -30,7 +30,8 @@ from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.attention.kernels import Band, SavedForward, Scores
-from ds_hetero.runtime.attention.local_batch import KnownPlacement, LocalBatch
+from ds_hetero.runtime.attention.local_batch import LocalBatch
+from ds_hetero.runtime.attention.shard_placement import KnownPlacement
 from ds_hetero.runtime.documents import POSITIONS, position_runs
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.values.baselines import proportional

@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 from benchmarks.proof.events import Call, Event, Message, Wait
 from benchmarks.proof.order import violations
-from ds_hetero.batch.head_table import HeadTable, members_of, move_table
+from ds_hetero.batch.head_table import HeadTable, members_of
 from ds_hetero.batch.ring_steps import Ring, make_rings
 from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.batch.routes import Transfer
+from ds_hetero.batch.token_moves import move_table
 from ds_hetero.sharding.buckets import Bucket, fuse
 from ds_hetero.sharding.gradient_chunks import Chunk, chunks_of
 from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ds_hetero.engine.adapters import ResultsOfTokens
 from ds_hetero.engine.forward_mode import Wanted, sharding
 from ds_hetero.engine.loader import ElasticLoader
-from ds_hetero.engine.model_calls import ModelCalls, call_sharded, calls_of, labels_that_count
+from ds_hetero.engine.model_calls import ModelCalls, calls_of, labels_that_count
 from ds_hetero.engine.registry import PreparedModel, Registry
+from ds_hetero.engine.sharded_calls import call_sharded
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.job.replanning import ScheduleChange
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch

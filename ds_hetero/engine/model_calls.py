@@ -1,9 +1,4 @@
-"""Loader, loss and mean of a `Handle`, for each kind of model: split over the sequence, whole, or cut into stages.
-
-The mean over the tokens of a whole batch, of which every rank holds a part: what `Handle.mean` computes.
-
-`Handle.sharded_call`: which model a call is of, and what it runs under.
-"""
+"""Loader, loss and mean of a `Handle`, for each kind of model: split over the sequence, whole, or cut into stages."""
 
 from __future__ import annotations
 
@@ -14,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hetero.engine.adapters import ResultsOfTokens, SplitModel
-from ds_hetero.engine.forward_mode import Wanted, sharded_calls
-from ds_hetero.engine.loader import KNOWN_LOADERS, ModelLoader, WholeLoader, stands_for_none
+from ds_hetero.engine.adapters import SplitModel
+from ds_hetero.engine.loader import KNOWN_LOADERS, ModelLoader, WholeLoader
+from ds_hetero.engine.mean_of_tokens import token_mean
 from ds_hetero.engine.registry import Registry
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import BatchError, ConfigError
@@ -26,13 +21,11 @@ from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.loss import (
     cross_entropy_sum,
-    expect_same_scalar,
     has_loss_of_batch,
     scaled_loss,
     sequence_parallel_loss,
 )
 from ds_hetero.runtime.pipeline.batches import SameBatches
-from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import IDLE
 
 BatchesOfRanks = Literal["same", "own"] | None
@@ -148,89 +141,3 @@ def _items_of_step(batch: Batch) -> int:
             "num_items from handle.count_items."
         )
     return info.num_items
-
-
-def token_mean(
-    values: Tensor, batch: Batch, where: Tensor | None, replica: Replica | None, num_items: Tensor | float | None
-) -> Tensor:
-    """The mean of ``values`` over the tokens of the whole batch, with a gradient of the scale that the engine averages.
-
-    Args:
-        values: [B, s, ...] by token of the shard, or a scalar that all ranks have alike.
-        where: [B, s], the tokens that count; None for those whose labels count.
-        replica: this rank's; None where the batch is whole.
-        num_items: tokens that count in the optimizer step over all ranks; None to weigh micro-batches alike.
-
-    Caller: every rank of the replica.
-    Collectives: one all_reduce of two numbers; for a scalar, two.
-
-    Raises:
-        BatchError: ``values`` is neither of the shard's tokens nor the same scalar on all ranks.
-        ConfigError: the replicas take different batches, and ``num_items`` is None.
-    """
-    counted = _counted(values, batch, where)
-    if replica is None:
-        return values if counted is None else _by_token(values)[counted].mean()
-    if counted is None:
-        expect_same_scalar(values, replica)
-        return sequence_parallel_loss(values, 1, replica)
-    if replica.batch_split is not None and num_items is None:
-        raise ConfigError(
-            f"handle.mean needs num_items where replicas take different batches ({replica.batch_split}): "
-            "handle.count_items(batches) in a loop, num_items_in_batch in a Trainer's compute_loss."
-        )
-    total = _by_token(values).masked_fill(~counted, 0.0).sum()
-    return sequence_parallel_loss(total, counted.sum(), replica, num_items)
-
-
-def _counted(values: Tensor, batch: Batch, where: Tensor | None) -> Tensor | None:
-    """[B, s], the tokens to take the mean over; None for a scalar, which belongs to no token."""
-    if not values.dim():
-        return None
-    counted = where
-    if counted is None:
-        labels = batch.get("shift_labels")
-        if labels is None:  # a whole batch
-            labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
-        counted = labels.ne(IGNORE_INDEX)
-    elif stands_for_none(dict(batch)):
-        counted = torch.zeros_like(counted)
-    if values.shape[:2] != counted.shape:
-        raise BatchError(
-            f"handle.mean takes one value per token of the shard, [B, s] = {list(counted.shape)}, or a scalar that is "
-            f"the same on all ranks; got {list(values.shape)}."
-        )
-    return counted.to(torch.bool)
-
-
-def _by_token(values: Tensor) -> Tensor:
-    """[B, s, ...] -> [B, s], in at least single precision."""
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
-    return values.reshape(*values.shape[:2], -1).mean(-1)
-
-
-def call_sharded(registry: Registry, model: Any, batch: Batch, wanted: Wanted) -> ResultsOfTokens | Any:
-    """Call a model with a whole batch; see `Handle.sharded_call`. Raises `ConfigError`: it was not prepared.
-
-    Args:
-        model: an engine, or a model that one trains.
-    """
-    is_model = isinstance(model, nn.Module) and (registry.find(model) is not None or registry.is_unsplit(model))
-    module: nn.Module = model if is_model else getattr(model, "module", model)
-    prepared = registry.find(module)
-    if prepared is None:
-        if registry.is_unsplit(module):
-            return registry.adapters.models.whole_results(model, batch, wanted)
-        raise ConfigError(
-            "handle.sharded_call was given a model that ds_hetero does not split: one of pipelines, or one that "
-            "deepspeed.initialize was not given since ds_hetero.register(). Give it the engine."
-        )
-    split = prepared.model
-    if isinstance(split, WholeModel):
-        raise ConfigError(
-            f"handle.sharded_call was given {type(module).__name__}, which runs whole on every rank; call it itself."
-        )
-    if split.trains_now and not split.pools:
-        split.checks.check_same_batch(batch)
-    with sharded_calls(wanted):
-        return model(**batch)

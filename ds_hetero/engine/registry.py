@@ -21,14 +21,15 @@ from ds_hetero.engine.adapters import Adapters, ElasticState, ModelAdapter, Spli
 from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.engine.patching import Patches
 from ds_hetero.engine.whole_model import WholeModel
+from ds_hetero.job.batch_search import BatchSearch
 from ds_hetero.job.document_advice import DocumentAdvice
 from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.job.documents import CostRenewal, agree_on_placer
+from ds_hetero.job.layer_search import LayerSearch
 from ds_hetero.job.monitor import DocumentObserver, EventWriter, Observers, StepMonitor, steps_between
 from ds_hetero.job.prediction_check import PredictionCheck
 from ds_hetero.job.replanning import PlanSearch, Replanning, ScheduleSearch, has_schedules_to_change
 from ds_hetero.job.run_record import RunRecord
-from ds_hetero.job.searches import BatchSearch, LayerSearch
 from ds_hetero.job.start import (
     MeasuredClusters,
     Request,

@@ -22,12 +22,14 @@ from ds_hetero.errors import BatchError
 from ds_hetero.runtime.attention.local_batch import (
     ABSENT,
     Header,
-    KnownPlacement,
     LocalBatch,
     all_gather_in_replica,
     expect_one_batch,
-    expect_same_documents,
     gather_headers,
+)
+from ds_hetero.runtime.attention.shard_placement import (
+    KnownPlacement,
+    expect_same_documents,
     has_plain_positions,
     known_placement,
     placement_of_shards,

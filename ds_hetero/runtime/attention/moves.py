@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_hetero.batch.head_table import MoveTable, move_table
+from ds_hetero.batch.token_moves import MoveTable, move_table
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica

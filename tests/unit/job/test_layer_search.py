@@ -9,10 +9,10 @@ import pytest
 
 from ds_hetero.job import replanning as module
 from ds_hetero.job.job_times import JobTimes
+from ds_hetero.job.layer_search import LayerSearch, speeds_of
 from ds_hetero.job.pipeline_times import MeasuredPipeline
 from ds_hetero.job.rank_times import RankTimes
 from ds_hetero.job.replanning import Replanning
-from ds_hetero.job.searches import LayerSearch, speeds_of
 from ds_hetero.job.unit_cost import RankUnitCosts
 from ds_hetero.planner.replan.stage_layers import PipelineSpeeds, StageSpeed, best_layers, pipeline_s, with_layers
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage

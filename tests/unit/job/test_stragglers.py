@@ -11,9 +11,9 @@ import pytest
 
 from ds_hetero.decision.batches import plan_of_batches
 from ds_hetero.decision.facts import TrainingFacts
+from ds_hetero.job.batch_search import BatchSearch
 from ds_hetero.job.job_times import JobTimes
 from ds_hetero.job.rank_times import RECENT_STEPS, RankTimes
-from ds_hetero.job.searches import BatchSearch
 from ds_hetero.job.stragglers import OF_SAMPLES, Stragglers, scores
 from ds_hetero.job.unit_cost import RankUnitCosts
 from ds_hetero.runtime.step_clock import StepTimes

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.proof.chance import random_placement, random_schedule, with_moves
-from ds_hetero.batch.head_table import MoveTable, move_table
 from ds_hetero.batch.ring_table import Block, RingTable
 from ds_hetero.batch.routes import Round
+from ds_hetero.batch.token_moves import MoveTable, move_table
 from ds_hetero.errors import ScheduleError
 from ds_hetero.values.baselines import proportional, ring
 from ds_hetero.values.placement import Lane, Placement, Rows, TokenMove, stream_placement

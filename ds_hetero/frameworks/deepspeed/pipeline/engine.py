@@ -50,9 +50,9 @@ from ds_hetero.frameworks.deepspeed.pipeline.optimizer import (
 )
 from ds_hetero.frameworks.deepspeed.pipeline.pipelined_engine import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.protocols import Engine
+from ds_hetero.job.layer_search import LayerSearch
 from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.job.replanning import Replanning
-from ds_hetero.job.searches import LayerSearch
 from ds_hetero.job.start import World, agree_on_facts, announce_start, requested_kernel, start_job
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device

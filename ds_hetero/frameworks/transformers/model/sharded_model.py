@@ -44,7 +44,7 @@ from ds_hetero.frameworks.transformers.model.tiles import Tiles
 from ds_hetero.frameworks.transformers.model.towers import DecoderDoor, Window, front_of, has_towers
 from ds_hetero.frameworks.transformers.protocols import ModelConfig
 from ds_hetero.runtime.attention.batch_layout import BatchLayout, agree_on_batch
-from ds_hetero.runtime.attention.local_batch import KnownPlacement
+from ds_hetero.runtime.attention.shard_placement import KnownPlacement
 from ds_hetero.runtime.data.loss_units import UnitCounts
 from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_info
 from ds_hetero.runtime.data.shards import PACKING, Entries, is_shard

@@ -15,10 +15,7 @@ from torch import Tensor
 
 from ds_hetero.batch.tiles import CAUSAL, CHUNK, FULL, LEAF, Band, Tile, decompose
 from ds_hetero.runtime.attention.kernels.band_tiles import backward_by_tiles, forward_by_tiles
-from ds_hetero.runtime.attention.kernels.interface import (
-    SavedForward,
-    Scores,
-)
+from ds_hetero.runtime.attention.kernels.interface import SavedForward, Scores
 from ds_hetero.runtime.attention.kernels.plain import band_mask
 
 _PART_BYTES = 8 << 18  # of gradients that one call returns; on a large square the operator itself allocates 4 << 18

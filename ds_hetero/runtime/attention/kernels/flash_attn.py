@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hetero.runtime.attention.kernels.each_block import boundaries
 from ds_hetero.runtime.attention.kernels.interface import (
     Blocks,
     PackedBlocks,
     SavedForward,
     Scores,
-    boundaries,
     head_first,
     window_of_blocks,
 )

@@ -1,15 +1,12 @@
 """Arguments and results of a block-attention kernel, and how the results for several blocks of keys are merged.
 
 Dimension key: B batch, H query heads, G KV heads (H a multiple of G), Q queries, K keys, D head size.
-
-Many blocks in packed tensors: one after the other for kernels that know no better, and lengths for those that do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
@@ -17,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ds_hetero.batch.tiles import Band
-from ds_hetero.runtime.devices import copied_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,38 +149,3 @@ def merge_(out: Tensor, lse: Tensor, out_block: Tensor, lse_block: Tensor) -> No
     share = torch.sigmoid(lse_block - lse.clamp(min=torch.finfo(lse.dtype).min))
     out.lerp_(out_block.to(out.dtype), share.unsqueeze(-1))
     torch.logaddexp(lse, lse_block, out=lse)
-
-
-def forward_each(
-    forward: Callable[[Tensor, Tensor, Tensor, Scores, Band], tuple[Tensor, Tensor]],
-    qkv: tuple[Tensor, Tensor, Tensor],
-    scores: Scores,
-    blocks: PackedBlocks,
-) -> tuple[Tensor, Tensor]:
-    """`AttentionKernel.forward` of many blocks by one ``forward`` for each."""
-    q, k, v = qkv
-    parts = [forward(q[:, :, at_q], k[:, :, at_k], v[:, :, at_k], scores, band) for at_q, at_k, band in blocks.parts()]
-    return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
-
-
-def backward_each(
-    backward: Callable[[Tensor, SavedForward, Scores, Band], tuple[Tensor, Tensor, Tensor]],
-    dout: Tensor,
-    saved: SavedForward,
-    scores: Scores,
-    blocks: PackedBlocks,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`AttentionKernel.backward` of many blocks by one ``backward`` for each."""
-    parts = []
-    for at_q, at_k, band in blocks.parts():
-        q, out, lse = saved.q[:, :, at_q], saved.out[:, :, at_q], saved.lse[:, :, at_q]
-        block = SavedForward(q, saved.k[:, :, at_k], saved.v[:, :, at_k], out, lse)
-        parts.append(backward(dout[:, :, at_q], block, scores, band))
-    dq, dk, dv = (torch.cat(of_blocks, dim=2) for of_blocks in zip(*parts, strict=True))
-    return dq, dk, dv
-
-
-@lru_cache(maxsize=256)
-def boundaries(starts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cumulative lengths as flash-attention reads them."""
-    return copied_to(torch.tensor(starts, dtype=torch.int32), device)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ds_hetero.batch.tiles import CAUSAL, FULL, Band, Tile, decompose
 from ds_hetero.runtime.attention.kernels.band_tiles import backward_by_tiles, forward_by_tiles
+from ds_hetero.runtime.attention.kernels.each_block import boundaries
 from ds_hetero.runtime.attention.kernels.interface import (
     Blocks,
     PackedBlocks,
     SavedForward,
     Scores,
-    boundaries,
     head_first,
     window_of_blocks,
 )

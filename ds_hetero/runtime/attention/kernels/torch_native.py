@@ -14,14 +14,8 @@ import torch
 from torch import Tensor
 
 from ds_hetero.runtime.attention.kernels.cpu_flash import cpu_backward, cpu_forward
-from ds_hetero.runtime.attention.kernels.interface import (
-    Blocks,
-    PackedBlocks,
-    SavedForward,
-    Scores,
-    backward_each,
-    forward_each,
-)
+from ds_hetero.runtime.attention.kernels.each_block import backward_each, forward_each
+from ds_hetero.runtime.attention.kernels.interface import Blocks, PackedBlocks, SavedForward, Scores
 from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forward
 from ds_hetero.runtime.attention.kernels.torch_cuda import (
     efficient_backward,
