@@ -5,6 +5,7 @@ from __future__ import annotations
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.frameworks.deepspeed.hooks import SplitEngine
 from ds_hetero.frameworks.deepspeed.optimizer_groups import SameGroups
+from ds_hetero.frameworks.deepspeed.zero.gathered_modules import compare_gathered_modules
 from ds_hetero.frameworks.deepspeed.zero.used_parameters import used_parameters_of
 from ds_hetero.frameworks.deepspeed.zero.user_optimizer import SameNumberOfGroups
 from ds_hetero.runtime.step_checks import (
@@ -26,6 +27,7 @@ def checks_of_model(hooked: SplitEngine) -> list[StepCheck]:
     model, engine = hooked.model, hooked.engine
     checks: list[StepCheck] = [SameGroups(hooked), SameNumberOfGroups(engine), *_same_model(hooked)]
     checks.append(used_parameters_of(engine))
+    compare_gathered_modules(engine)
     if not isinstance(model, WholeModel):
         model.token_weights = TokenWeights(model, engine.gradient_accumulation_steps(), scales=engine.fp16_enabled())
         model.as_loaded = AsLoaded(model)

@@ -72,6 +72,7 @@ class Status(NamedTuple):
     counts: Mapping[str, int] = MappingProxyType({})
     may_compute: bool = False  # whether it may be a kernel of its own that it waits for, and no rank; see `Place`
     posted: Mapping[str, Sequence[Numbered]] = MappingProxyType({})  # the latest collectives, by process group
+    gathers: History = History((), 0, False)  # of ZeRO-3, see `own_gathers`
 
 
 class End(NamedTuple):
@@ -149,7 +150,8 @@ class Board:
         status = Status(*content)
         collective = None if status.collective is None else Collective(*status.collective)
         posted = {group: [Numbered(*call) for call in calls] for group, calls in status.posted.items()}
-        return status._replace(history=History(*status.history), collective=collective, posted=posted)
+        history, gathers = History(*status.history), History(*status.gathers)
+        return status._replace(history=history, collective=collective, posted=posted, gathers=gathers)
 
     def write_end(self, end: End) -> None:
         """Write this rank's last words."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from ds_hetero.common.text import ranks_by_value, ranks_text
@@ -24,6 +24,12 @@ INTERRUPTED = ", which ended with "
 REMEDY = (
     "Every rank has to use every batch and to make the same calls. Decide `continue`, `break`, the end of training and "
     "what follows a caught exception on all ranks together, for instance by an all_reduce of a flag."
+)
+GATHERS_DIFFER = (
+    "ZeRO-3 gathers parameters where a module is called, so all ranks have to call the same modules in the same order. "
+    "Let what these calls lie in be gathered at once: deepspeed.utils.set_z3_leaf_modules(model, [Block]) before "
+    'deepspeed.initialize, with the class that every rank calls and that chooses among them{known}. Or set "stage": 2 '
+    'in "zero_optimization".'
 )
 
 _KEPT = 64  # the latest calls; ranks that differ are never more than a fetch apart
@@ -70,8 +76,8 @@ class History(NamedTuple):
 class Calls:
     """The calls of this process; `own_calls` is the one instance."""
 
-    def __init__(self) -> None:
-        self._latest: deque[str] = deque(maxlen=_KEPT)
+    def __init__(self, kept: int = _KEPT) -> None:
+        self._latest: deque[str] = deque(maxlen=kept)
         self.number = 0
         self._since_fetch = dict.fromkeys((FORWARD, BACKWARD, STEP), 0)
         self._training_thread: int | None = None
@@ -124,6 +130,19 @@ class Calls:
 
 own_calls = Calls()
 """What this process has called."""
+
+own_gathers = Calls(kept=1024)
+"""The modules for which this process has gathered parameters on ZeRO-3; a rank is at most one forward ahead."""
+
+
+def first_difference(histories: Mapping[int, History]) -> Mapping[int, str] | None:
+    """The first calls of the same number, by rank, that are not the same ones; None where no rank has parted."""
+    first = max((history.num_before for history in histories.values()), default=0)
+    for index in range(first, min((history.end for history in histories.values()), default=0)):
+        calls = {rank: str(history.at(index)) for rank, history in histories.items()}
+        if len(set(calls.values())) > 1:
+            return calls
+    return None
 
 
 def expect_same_counts(counts: Sequence[Counts]) -> None:

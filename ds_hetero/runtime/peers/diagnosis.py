@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.runtime.peers.board import ENDED, FAILED, End, Status
-from ds_hetero.runtime.peers.calls import FETCH, INTERRUPTED, REMEDY, History
+from ds_hetero.runtime.peers.calls import FETCH, GATHERS_DIFFER, INTERRUPTED, REMEDY, History, first_difference
 from ds_hetero.runtime.peers.posted import Numbered
 
 GONE, STEP = "PeerError", "StepError"
@@ -53,8 +53,10 @@ def diagnose(evidence: Evidence) -> Diagnosis | None:
         )
     return (
         _different_calls(evidence)
+        or _different_gathers(evidence.statuses)
         or _unlike_posted(evidence.statuses)
         or _passed_by(evidence)
+        or _alone_in_model(evidence.statuses)
         or _unlike_collectives(evidence.statuses)
         or _without_an_answer(evidence, known)
     )
@@ -86,6 +88,15 @@ def _different_calls(evidence: Evidence) -> Diagnosis | None:
         if len(set(calls.values())) > 1:
             return Diagnosis(STEP, f"{_blame(calls, histories)} {REMEDY}")
     return None
+
+
+def _different_gathers(statuses: Mapping[int, Status]) -> Diagnosis | None:
+    """Which ranks call other modules than the others, on ZeRO-3."""
+    calls = first_difference({rank: status.gathers for rank, status in statuses.items()})
+    if calls is None:
+        return None
+    said = ", ".join(f"{ranks_text(ranks)} called {call}" for call, ranks in ranks_by_value(calls.items()).items())
+    return Diagnosis(STEP, f"{said}. {GATHERS_DIFFER.format(known='')}")
 
 
 def _blame(calls: Mapping[int, str], histories: Mapping[int, History]) -> str:
@@ -124,6 +135,26 @@ def _passed_by(evidence: Evidence) -> Diagnosis | None:
     in_vain = [status for status in statuses.values() if status.waits and status.unchanged_s >= _LEFT_S]
     if ended and any(list(status.history.calls[-1:]) == [FETCH] for status in in_vain):
         return Diagnosis(STEP, f"{ranks_text(ended)} ended, while the others wait for the next batch. {REMEDY}")
+    return None
+
+
+def _alone_in_model(statuses: Mapping[int, Status]) -> Diagnosis | None:
+    """Which ranks run the model on ZeRO-3 while another waits for them in a collective of the script.
+
+    Numbers of collectives need not show it: gloo's include messages from rank to rank, of which a ring has many.
+    """
+    waiting = {rank: s for rank, s in statuses.items() if s.waits and s.unchanged_s >= _IN_COLLECTIVE_S}
+    farthest = max((status.gathers.end for status in statuses.values()), default=0)
+    ahead = [rank for rank, s in waiting.items() if s.gathers.end == farthest and not s.in_script]
+    for rank, status in waiting.items():
+        waits_for = [] if status.collective is None else [other for other in ahead if other in status.collective.ranks]
+        if waits_for and status.in_script and status.gathers.end < farthest:
+            return Diagnosis(
+                STEP,
+                f"{ranks_text(waits_for)} called {statuses[waits_for[0]].gathers.calls[-1]}, while rank {rank} waits "
+                f"in {status.place}. It is a module whose parameters ZeRO-3 gathers from all ranks: forwards, "
+                "evaluations and generate, too, run on every rank.",
+            )
     return None
 
 

@@ -37,7 +37,7 @@ from ds_hetero.runtime.peers.board import (
     own_collectives,
     run_before_forced_exit,
 )
-from ds_hetero.runtime.peers.calls import own_calls
+from ds_hetero.runtime.peers.calls import own_calls, own_gathers
 from ds_hetero.runtime.peers.diagnosis import GONE, STEP, STORE_GONE, Diagnosis, Evidence, diagnose, diagnose_alone
 from ds_hetero.runtime.peers.posted import begin_noting, posted_by_group
 
@@ -224,6 +224,7 @@ class Watch:
                 counts=counts,
                 may_compute=place.may_compute,
                 posted=posted_by_group(),
+                gathers=own_gathers.history(),
             )
             self._board.write_status(self.rank, status)
             self._ends = self._board.ends()

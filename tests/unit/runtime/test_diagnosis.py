@@ -8,7 +8,17 @@ import pytest
 
 from ds_hetero.errors import StepError
 from ds_hetero.runtime.peers.board import ENDED, FAILED, STOPPED, Collective, End, Status
-from ds_hetero.runtime.peers.calls import BACKWARD, FETCH, FORWARD, SAVE, STEP, Calls, Counts, expect_same_counts
+from ds_hetero.runtime.peers.calls import (
+    BACKWARD,
+    FETCH,
+    FORWARD,
+    SAVE,
+    STEP,
+    Calls,
+    Counts,
+    History,
+    expect_same_counts,
+)
 from ds_hetero.runtime.peers.diagnosis import GONE, Evidence, diagnose, diagnose_alone
 from ds_hetero.runtime.peers.posted import Numbered
 
@@ -37,6 +47,11 @@ def inside(
     return Status(1, place, True, True, 9.0, Calls().history(), collective, counts)
 
 
+def gathering(*modules: str, before: int = 0) -> Status:
+    """A rank that has gathered parameters of these modules, after so many others."""
+    return status(*TRAINED)._replace(gathers=History(modules, before, False))
+
+
 def posted(*names: str, unchanged_s: float = 9.0, **more: Any) -> Status:
     """A rank on NCCL that stands where it needs a number, after collectives of the world of these names."""
     calls = [Numbered(number, name, f"{name} at train.py:7") for number, name in enumerate(names, 1)]
@@ -58,6 +73,20 @@ def posted(*names: str, unchanged_s: float = 9.0, **more: Any) -> Status:
 # By name: what each rank has done, more evidence, and what the diagnosis begins with; None for no diagnosis.
 CASES: dict[str, tuple[list[Status], dict[str, Any], str | None]] = {
     "one rank is behind": ([status(*TRAINED, FETCH), status(*TRAINED)], {}, None),
+    "other modules on one rank": (
+        [gathering("embed", "even", "head"), gathering("embed", "odd"), gathering("embed", "even")],
+        {},
+        "ranks 0, 2 called even, rank 1 called odd. ZeRO-3 gathers",
+    ),
+    "one rank a module behind": ([gathering("even", "head", before=1), gathering("embed", "even")], {}, None),
+    "generate on one rank of ZeRO-3, and a collective of the script": (
+        [
+            inside("all_gather", "1", 5, {"0": 7})._replace(gathers=History(["embed"], 40, False), in_script=False),
+            inside("barrier", "0", 7, {"1": 4})._replace(gathers=History(["head"], 39, False)),
+        ],
+        {},
+        "rank 0 called embed, while rank 1 waits in barrier at train.py:7. It is a module whose parameters ZeRO-3",
+    ),
     "all wait in one place": ([status(*TRAINED, FETCH)] * 3, {}, None),
     "a forward left out": (
         [status(FETCH, FORWARD), status(FETCH, FETCH), status(FETCH, FORWARD)],
