@@ -122,6 +122,34 @@ def expect_whole(model: str, *tensors: Any) -> None:
         )
 
 
+WHOLE_BATCHES = (
+    "Give such a module whole batches, from the loader that handle.dataloader wraps, by handle.sharded_call(engine, "
+    '**batch), which cuts what the language model inside is given; or train it with "sequence_parallel_size": 1.'
+)
+
+
+def is_around(model: Called) -> bool:
+    """Whether what is trained is a module of the script's around the model: no adapters, which change nothing there."""
+    outermost: object = model.pretrained
+    return model.model is not outermost and not hasattr(model.model, "peft_config")
+
+
+def expect_arguments_of_shards(model: Called) -> None:
+    """Refuse shards for a module around a language model whose forward does not take what batches of shards have."""
+    outer = model.model
+    parameters = inspect.signature(outer.forward).parameters.values()
+    if not is_around(model) or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    names = {parameter.name for parameter in parameters}
+    if missing := [name for name in ("position_ids", "shift_labels") if name not in names]:
+        raise BatchError(
+            f"{type(outer).__name__}.forward takes no {' and no '.join(missing)}, which batches of handle.dataloader "
+            f"have, and which {type(model.pretrained).__name__} inside needs of a shard. Let it take **kwargs and pass "
+            "them on. A module that puts tokens of its own, such as features, before those of a batch cannot take "
+            f"shards. {WHOLE_BATCHES}"
+        )
+
+
 def expect_shard_shapes(kwargs: Batch) -> None:
     """Refuse arguments that are none of a shard: no ``position_ids``, or a mask that is not [B, s]."""
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
@@ -137,7 +165,16 @@ def expect_shard_shapes(kwargs: Batch) -> None:
             "ds_hetero's loader (handle.dataloader), which makes them; for whole batches, see handle.unsharded()."
         )
     if positions.dim() != 2:
-        raise BatchError(f"position_ids must be [B, s], got shape {tuple(positions.shape)}.")
+        raise BatchError(
+            f"position_ids must be [B, s], as they come from handle.dataloader, got shape {tuple(positions.shape)}."
+        )
+    embeddings = kwargs.get("inputs_embeds")
+    if isinstance(embeddings, Tensor) and embeddings.shape[1] != positions.shape[1]:
+        raise BatchError(
+            f"the decoder was given embeddings of {embeddings.shape[1]} tokens and position_ids of "
+            f"{positions.shape[1]}: something puts tokens of its own, such as features or prompts, among those of a "
+            f"shard, whose places in the sequence are then not those of the batch. {WHOLE_BATCHES}"
+        )
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         kind = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise BatchError(

@@ -256,13 +256,12 @@ class ShardedModel:
         """Whether a token predicts the label of the next one, as in language models, and not its own."""
         return not type(self.pretrained).__name__.endswith(_PREDICT_IN_PLACE)
 
-    @functools.cached_property
-    def names_taken(self) -> frozenset[str]:
-        """Entries of a batch that the model may know: arguments of a forward inside, by their names, and packing's.
+    def names_taken(self, module: nn.Module) -> frozenset[str]:
+        """Entries of a batch that ``module`` may know: arguments of a forward inside, by their names, and packing's.
 
         Others are taken out of a batch by the loop, before the forward. ``**kwargs`` would hand them on all the same.
         """
-        forwards = {type(module).forward for module in self.pretrained.modules()}
+        forwards = {type(module).forward for module in module.modules()}
         named = {name for forward in forwards for name in inspect.signature(forward).parameters}
         return frozenset(named | {"shift_labels", *PACKING})
 

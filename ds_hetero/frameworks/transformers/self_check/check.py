@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ds_hetero.engine.arguments import OF_RESULTS
 from ds_hetero.errors import HeteroError, ModelError
+from ds_hetero.frameworks.transformers.model.entrance import expect_arguments_of_shards, is_around
 from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.frameworks.transformers.self_check.comparison import (
     GRADIENT,
@@ -84,38 +86,51 @@ class SelfCheck:
         )
         if self._model.needs_check(features):
             with self._model.pace.comparing():
-                check_batch(self._model, batch)
+                check_batch(self._model, batch, is_of_call=True)
             self._model.note_checked(features)
 
 
-def check_batch(model: ShardedModel, batch: Batch | None) -> None:
+def check_batch(model: ShardedModel, batch: Batch | None, *, is_of_call: bool = False) -> None:
     """Compare a piece of a batch, whole and sharded, on every rank. Raises `ModelError`: names the module.
 
     Args:
         model: what is trained; nothing is left behind in it.
         batch: of this rank, as the wrapped loader gave it; None if it has none. The first that a rank has is taken.
+        is_of_call: whether it is for a sharded call, which cuts what the model is given inside a module around it. That
+            module may give it anything, so the model alone is compared.
 
     Caller: every rank of the world, between two forwards.
     Collectives: one `on_all_ranks` to agree on the piece and one after each pair of runs, one for packed documents;
         those of the forwards.
     """
+    module: nn.Module = model.model
+    if is_of_call and is_around(model) and isinstance(model.pretrained, nn.Module):
+        module = model.pretrained
     if batch is not None:
-        taken = model.names_taken
+        taken = model.names_taken(module)
         batch = {name: entry for name, entry in batch.items() if name not in OF_RESULTS and name in taken}
     if model.cuts_inputs:
         _check_window(model, batch)
         return
+    if module is model.model:
+        expect_arguments_of_shards(model)
+    elif not on_all_ranks(lambda: batch is not None and bool(batch.keys() & {"input_ids", "inputs_embeds"}))[0]:
+        _warn(
+            f"{type(model.model).__name__} is given no input_ids, of which {type(model.pretrained).__name__} inside "
+            "could be run whole and sharded: no piece of a batch is compared with one process."
+        )
+        return
     piece = _first_piece(model, batch)
-    runs = Runs(model, piece)
+    runs = Runs(model, piece, module)
     marked_by = marks_documents(piece)
     refusal = _refusal_of_one_process(model, runs) if marked_by else ""
     differences = [] if refusal else _differences(model, runs)
     if not differences and not refusal:
         if has_left_padding(piece):
-            _look_at_padding(model, batch)
+            _look_at_padding(model, batch, module)
         return
     if marked_by:
-        runs = Runs(model, _first_piece(model, batch, inside_document=True))
+        runs = Runs(model, _first_piece(model, batch, inside_document=True), module)
         differences = _differences(model, runs)
     if differences:
         raise ModelError(_refusal(model, runs, *differences[0]))
@@ -138,9 +153,9 @@ def _check_window(model: ShardedModel, batch: Batch | None) -> None:
         raise ModelError(_refusal(model, runs, *differences[0]))
 
 
-def _look_at_padding(model: ShardedModel, batch: Batch | None) -> None:
+def _look_at_padding(model: ShardedModel, batch: Batch | None, module: nn.Module) -> None:
     """Warn where labels that padding predicts make a difference: the attention of padding is zero here."""
-    differences = _differences(model, Runs(model, _first_piece(model, batch, padding_predicts=True)))
+    differences = _differences(model, Runs(model, _first_piece(model, batch, padding_predicts=True), module))
     if differences:
         error = max(difference.error for _, difference in differences)
         _warn(
@@ -222,7 +237,7 @@ def _refusal(model: ShardedModel, runs: Runs, rank: int, difference: Difference)
     return (
         f"{type(model.pretrained).__name__} computes something else when it is split over the sequence: on {tokens} "
         f"tokens of a batch, {what} by {difference.error:.2g} on rank {rank}, where rounding accounts for "
-        f"{difference.noise:.1g}.{hint} Training would go on without a sign, so it is refused. Train this model "
+        f"{difference.allowed:.1g}.{hint} Training would go on without a sign, so it is refused. Train this model "
         'without sequence parallelism ("sequence_parallel_size": 1), or, if you know better, set '
-        '"heterogeneity": {"verify": "off"}.'
+        '"heterogeneity": {"checks": {"compare_every": "off"}}.'
     )

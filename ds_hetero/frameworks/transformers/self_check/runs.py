@@ -34,10 +34,15 @@ _TIE_BREAK = 0.05  # relative change of embeddings between two pairs
 
 
 class Runs:
-    """Runs of one piece, which is the same on every rank, whole and sharded."""
+    """Runs of one piece, which is the same on every rank, whole and sharded.
 
-    def __init__(self, model: ShardedModel, piece: Batch) -> None:
+    Args:
+        module: that is run; left out, all of what is trained.
+    """
+
+    def __init__(self, model: ShardedModel, piece: Batch, module: nn.Module | None = None) -> None:
         self._model, self._piece = model, piece
+        self._module = model.model if module is None else module
         replica = model.replica
         placed = self._place()
         intervals = placed.placement.intervals(replica.rank)
@@ -48,9 +53,8 @@ class Runs:
         self._own_shape = tuple(self._shard["position_ids"].shape[:2])
         # Gradients add up over the ranks of a replica and are averaged over the world, see `ds_hetero.runtime.loss`.
         self._gradient_scale = dist.get_world_size() / replica.num_replicas
-        self._parameters = compared_parameters(model.model, self._trained_part(), model.num_comparisons)
-        accepts = inspect.signature(model.pretrained.forward).parameters
-        self._extra = {"use_cache": False} if "use_cache" in accepts else {}
+        self._parameters = compared_parameters(self._module, self._trained_part(), model.num_comparisons)
+        self._extra = {"use_cache": False} if _takes_use_cache(model, self._module) else {}
 
     def pair(self, seed: int | None) -> tuple[RecordedRun, RecordedRun]:
         """Run the piece whole and sharded, with embeddings changed alike by the seed if there is one."""
@@ -124,10 +128,10 @@ class Runs:
         return getattr(outputs, "loss", None)
 
     def _record(self, inputs: Batch, shape: tuple[int, int], loss_of: Any, shake: Any) -> RecordedRun:
-        return record_run(self._model.model, inputs, shape, loss_of, shake, parameters=self._parameters)
+        return record_run(self._module, inputs, shape, loss_of, shake, parameters=self._parameters)
 
     def _trained_part(self) -> nn.Module:
-        return self._model.model
+        return self._module
 
     def _looking(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -143,6 +147,14 @@ class Runs:
 
     def _on_device(self, entry: Any) -> Any:
         return entry.to(self.device) if isinstance(entry, Tensor) else entry
+
+
+def _takes_use_cache(model: ShardedModel, module: nn.Module) -> bool:
+    """Whether the module that is run, which may be one of the script's around the model, takes the model's argument."""
+    if "use_cache" not in inspect.signature(model.pretrained.forward).parameters:
+        return False
+    parameters = inspect.signature(module.forward).parameters
+    return "use_cache" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 class WindowRuns(Runs):
