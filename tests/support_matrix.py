@@ -513,7 +513,7 @@ _FEATURE_ROWS = (
         tests=(_FEATURES + "test_generation_and_evaluation_between_steps_equal_one_process",),
     ),
     Row(
-        what="the self-check (`verify`) leaves no trace: steps to the bit on ZeRO 0 to 3, LoRA, recomputation of both "
+        what="the self-check (`checks`) leaves no trace: steps to the bit on ZeRO 0 to 3, LoRA, recomputation of both "
         "kinds, dropout, experts, bf16",
         status="tested",
         tests=(

@@ -108,7 +108,7 @@ def expect_whole_batch(config: ModelConfig | None = None) -> None:
         raise ModelError(
             f"{mode.given_shard} was given a shard, but runs its attention past the module whose forwards ds_hetero "
             "splits, so that each rank would attend to its own tokens only. This model cannot be split over the "
-            "sequence."
+            'sequence: train it with "sequence_parallel_size": 1.'
         )
     owner = None if config is None else owner_of(config)
     recomputes = torch._C._current_graph_task_id() != -1
@@ -152,7 +152,8 @@ def _attention(
     if forward_mode().forward is not None:
         raise ModelError(
             f"{type(module).__name__} gives attention a mask of its own ({type(attention_mask).__name__}) in place of "
-            "the one that transformers made, so ds_hetero cannot split it over the sequence."
+            "the one that transformers made, so ds_hetero cannot split it over the sequence. Train the model with "
+            '"sequence_parallel_size": 1.'
         )
     config = module.config
     expect_whole_batch(config)
@@ -193,10 +194,13 @@ def _sharded_attention(
         raise ModelError(
             f"{layer} computes attention with {heads[0]} heads over {heads[1]} key/value heads, where the model's "
             f"config says {expected[0]} over {expected[1]}, which the schedule cuts. This model cannot be split over "
-            "the sequence."
+            'the sequence: train it with "sequence_parallel_size": 1.'
         )
     if problem := _problem(options, mask, head_dim, value_dim):
-        raise ModelError(f"{layer} asks for {problem}, which cannot be split over the sequence.")
+        raise ModelError(
+            f"{layer} asks for {problem}, which cannot be split over the sequence. Call the model without it, or train "
+            'it with "sequence_parallel_size": 1.'
+        )
     if value_dim < head_dim:
         value = nn.functional.pad(value, (0, head_dim - value_dim))
     if forward.is_placeholder:
@@ -247,7 +251,8 @@ def mask_kind(mask_function: FunctionType) -> MaskKind:
     if unsupported := sorted(set(parts) - _SUPPORTED):
         raise ModelError(
             f"a mask made of {', '.join(unsupported)} cannot be split over the sequence; causal, bidirectional and "
-            "causal sliding-window masks can, with padding or packed documents."
+            "causal sliding-window masks can, with padding or packed documents. Train this model with "
+            '"sequence_parallel_size": 1.'
         )
     overlay: Any = parts.get("sliding_window_overlay")
     window = None if overlay is None else inspect.getclosurevars(overlay).nonlocals["sliding_window"]

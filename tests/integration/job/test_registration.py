@@ -230,7 +230,7 @@ ERRORS = {
         "on rank 1: LlamaForCausalLM cannot be split over the sequence:\n  - attention_dropout=0.1",
     ),
     "linear attention": ("ModelError", "layers of type linear_attention"),
-    "no transformers model": ("ModelError", "holds none. Give deepspeed.initialize the PreTrainedModel itself"),
+    "no transformers model": ("ModelError", "holds none. Train this module with"),
 }
 
 

@@ -148,7 +148,10 @@ class EvaluationCall(ShardedCall):
         assert self._labels is not None
         logits = outputs.get("logits")
         if logits is None:
-            raise ModelError(f"{type(self._model.pretrained).__name__} returns no logits to take labels by.")
+            raise ModelError(
+                f"{type(self._model.pretrained).__name__} returns no logits to take labels by. Evaluate it whole: set "
+                '"evaluation" of the "heterogeneity" section to "whole".'
+            )
         return cross_entropy_sum(logits, self._labels)
 
 

@@ -67,10 +67,10 @@ def pretrained_of(model: nn.Module) -> PretrainedModel:
     if len(outermost) == 1:
         return outermost[0]
     names = [type(module).__name__ for module in outermost]
+    one = "Give deepspeed.initialize the one that trains, or train" if names else "Train"
     raise ModelError(
         f"ds_hetero splits one transformers model over the sequence, but {type(model).__name__} holds "
-        f"{f'several: {names}' if names else 'none'}. Give deepspeed.initialize the PreTrainedModel itself; any "
-        'module trains with "sequence_parallel_size": 1.'
+        f'{f"several: {names}" if names else "none"}. {one} this module with "sequence_parallel_size": 1.'
     )
 
 
@@ -132,7 +132,8 @@ def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:
     if not isinstance(num_heads, int) or not isinstance(num_kv_heads, int):
         raise ModelError(
             f"{type(pretrained).__name__} must have the same number of heads in every layer, but its config has "
-            f"num_attention_heads={num_heads!r}, num_key_value_heads={num_kv_heads!r}."
+            f"num_attention_heads={num_heads!r}, num_key_value_heads={num_kv_heads!r}. Train it with "
+            '"sequence_parallel_size": 1.'
         )
     return num_heads, num_kv_heads
 

@@ -232,7 +232,10 @@ class ShardedCall:
         logits = outputs.get("logits")
         if self._labels is not None:
             if logits is None:
-                raise ModelError(f"{type(self._model.pretrained).__name__} returns no logits to take labels by.")
+                raise ModelError(
+                    f"{type(self._model.pretrained).__name__} returns no logits to take labels by. Leave labels out of "
+                    "the sharded call, and compute the loss from what it returns."
+                )
             log_probs = self._gather(token_log_probs(logits, self._labels))
             num_labels = self._num_items
             if num_labels is None:

@@ -200,8 +200,11 @@ class _Cutter(NamedTuple):
     def _unknown(self, name: str, kind: str) -> ModelError:
         reason = f"it hands {name} to its text decoder as {kind}, which has no known cut (L = {self.length})"
         if name == "attention_mask":
-            reason = f"it makes masks of its own before its text decoder ({kind}); do its images see both ways?"
-        return ModelError(f"{self.model} cannot be split over the sequence: {reason}")
+            reason = f"it makes masks of its own before its text decoder ({kind}); its images may see both ways"
+        return ModelError(
+            f"{self.model} cannot be split over the sequence: {reason.rstrip('.')}. Train it with "
+            '"sequence_parallel_size": 1.'
+        )
 
 
 def _tokens_of(kwargs: Batch) -> Tensor:

@@ -77,7 +77,10 @@ def is_on_meta(model: nn.Module) -> bool:
             "Load the base model whole, and add the adapters to it."
         )
     if len(on_meta) < sum(1 for _ in model.parameters()):
-        raise ModelError(f"a part of {type(model).__name__} is on the meta device ({on_meta[0]}), another is not.")
+        raise ModelError(
+            f"a part of {type(model).__name__} is on the meta device ({on_meta[0]}), another is not. Build the whole "
+            "model there, or none of it."
+        )
     return True
 
 
@@ -263,9 +266,13 @@ def _files_of(folder: Path) -> Mapping[str, str]:
         content = read_file(folder / _INDEX, "index of weights", ModelError)
         files = content.get("weight_map") if isinstance(content, Mapping) else None
         if not isinstance(files, Mapping) or not all(isinstance(file, str) for file in files.values()):
-            raise ModelError(f"{folder / _INDEX} has no weight_map of tensors and files.")
+            raise ModelError(
+                f"{folder / _INDEX} has no weight_map of tensors and files. Download or save the model again."
+            )
         if missing := sorted({file for file in files.values() if not (folder / file).is_file()}):
-            raise ModelError(f"{folder} lacks {', '.join(missing[:3])}, which its index names.")
+            raise ModelError(
+                f"{folder} lacks {', '.join(missing[:3])}, which its index names. Download the model again."
+            )
         return dict(files)
     if not (folder / _SINGLE).is_file():
         raise ModelError(

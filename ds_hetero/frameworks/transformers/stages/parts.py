@@ -37,6 +37,9 @@ class Absent(nn.Module):
         return hidden
 
 
+NO_PIPELINES = 'Share its sequences by a schedule: leave "parallel": "full" and pipelines out.'
+
+
 class DecoderParts(NamedTuple):
     """Names of a decoder's modules."""
 
@@ -53,7 +56,8 @@ def parts_of(pretrained: PretrainedModel) -> DecoderParts:
     if len(lists) != 1 or any(not hasattr(decoder, name) for name in plan):
         raise ModelError(
             f"{type(pretrained).__name__} cannot be cut into pipeline stages: its configuration does not say in "
-            f"base_model_pp_plan which modules come before and after one list of layers (it says {plan})."
+            f"base_model_pp_plan which modules come before and after one list of layers (it says {plan}). "
+            f"{NO_PIPELINES}"
         )
     at = plan.index(lists[0])
     return DecoderParts(tuple(plan[:at]), lists[0], tuple(plan[at + 1 :]))
@@ -92,9 +96,15 @@ def check_tensor_model(model: nn.Module) -> None:
     name = type(pretrained).__name__
     styles = set(_plan_of(pretrained).values())
     if unknown := styles - {_COLUMNS, _ROWS, _PARTIAL}:
-        raise ModelError(f"{name} cannot run in tensor-parallel stages: its base_model_tp_plan has {sorted(unknown)}.")
+        raise ModelError(
+            f"{name} cannot run in tensor-parallel stages: its base_model_tp_plan has {sorted(unknown)}. Use stages of "
+            "one rank or sequence."
+        )
     if not styles:
-        raise ModelError(f"{name} cannot run in tensor-parallel stages: its configuration has no base_model_tp_plan.")
+        raise ModelError(
+            f"{name} cannot run in tensor-parallel stages: its configuration has no base_model_tp_plan. Use stages of "
+            "one rank or sequence."
+        )
     table, head = pretrained.get_input_embeddings(), pretrained.get_output_embeddings()
     if not isinstance(table, nn.Embedding) or table.max_norm is not None or table.sparse or type(head) is not nn.Linear:
         raise ModelError(

@@ -20,6 +20,7 @@ from ds_hetero.frameworks.transformers.model.rotary_length import depends_on_len
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.frameworks.transformers.stages.meta import fill_buffers, is_on_meta
 from ds_hetero.frameworks.transformers.stages.parts import (
+    NO_PIPELINES,
     Absent,
     DecoderParts,
     check_tensor_model,
@@ -38,7 +39,9 @@ def check_cuttable(model: nn.Module) -> None:
     pretrained = pretrained_of(model)
     name = type(pretrained).__name__
     if not name.endswith(_HEAD):
-        raise ModelError(f"{name} cannot be cut into pipeline stages: only models with a ...{_HEAD} head can.")
+        raise ModelError(
+            f"{name} cannot be cut into pipeline stages: only models with a ...{_HEAD} head can. {NO_PIPELINES}"
+        )
     if own := own_loss_function(pretrained):
         raise ModelError(
             f"{name} has a loss function of its own, {own}, which takes the logits and labels of the whole batch; "
@@ -83,7 +86,8 @@ def _check_cut_words(model: nn.Module) -> None:
         except (AttributeError, TypeError, KeyError, RuntimeError, IndexError) as error:
             raise ModelError(
                 f"{type(pretrained).__name__} cannot run in tensor-parallel stages: it does not run without its layers "
-                f"on logits of a part of its words ({type(error).__name__}: {error})."
+                f"on logits of a part of its words ({type(error).__name__}: {error}). Use stages of one rank or "
+                "sequence."
             ) from None
         finally:
             pretrained.set_submodule(name, head)
@@ -137,7 +141,8 @@ def _expect_planned_model(pretrained: PretrainedModel, plan: Plan, num_layers: i
     if planned != (num_layers, *heads):
         raise PlanError(
             f"the plan is for a model of {planned[0]} layers, {planned[1]} heads and {planned[2]} KV heads; "
-            f"{type(pretrained).__name__} has {num_layers}, {heads[0]} and {heads[1]}. Make a plan for this model."
+            f"{type(pretrained).__name__} has {num_layers}, {heads[0]} and {heads[1]}. Make a plan for "
+            "this model: ds-hetero plan --model <its config.json>."
         )
 
 
@@ -154,7 +159,7 @@ def _expect_runs_parts_only(pretrained: PretrainedModel, parts: DecoderParts) ->
         except (AttributeError, TypeError, KeyError, RuntimeError) as error:
             raise ModelError(
                 f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder does not run without its "
-                f"layers ({type(error).__name__}: {error})."
+                f"layers ({type(error).__name__}: {error}). {NO_PIPELINES}"
             ) from None
     does_more = any(not torch.equal(result, x) for result, x in zip(results, given, strict=True))
     half = len(recorded) // 2
@@ -163,7 +168,7 @@ def _expect_runs_parts_only(pretrained: PretrainedModel, parts: DecoderParts) ->
         what = "changes the hidden states outside its layers" if does_more else "hands layers more than hidden states"
         raise ModelError(
             f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder {what}, which the stages "
-            "after the first would do again or lack."
+            f"after the first would do again or lack. {NO_PIPELINES}"
         )
 
 
@@ -189,7 +194,7 @@ def _expect_token_loss(pretrained: PretrainedModel, parts: DecoderParts) -> None
         raise ModelError(
             f"{type(pretrained).__name__} makes another loss of its labels than the cross entropy of its logits "
             f"({float(loss):.4g} for {float(mean):.4g} in a short forward without layers), and pipelines compute the "
-            "latter. Share sequences by a schedule in place of pipelines."
+            f"latter. {NO_PIPELINES}"
         )
 
 
