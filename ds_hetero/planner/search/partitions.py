@@ -287,10 +287,12 @@ def with_idle(problem: Problem, groups: Sequence[Ints], active: Mask) -> list[In
     if active.all():
         return groups
     idle = np.flatnonzero(~active)
+    idle = idle[np.argsort(problem.node[idle], kind="stable")]
     first = problem.node[np.array([group[0] for group in groups])]
-    for n in distinct(problem.node[idle]):
-        k = int(np.argmin(problem.inverse_bandwidth[n, first]))
-        groups[k] = np.append(groups[k], idle[problem.node[idle] == n])
+    # At once: one by one takes a quarter of the search where hundreds of nodes are one rank each.
+    nearest = problem.inverse_bandwidth[np.ix_(problem.node[idle], first)].argmin(axis=1)
+    for k in distinct(nearest):
+        groups[k] = np.append(groups[k], idle[nearest == k])
     return groups
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from math import inf
 
 import pytest
@@ -350,3 +352,14 @@ def test_twenty_thousand_nodes_are_read_at_once():
     assert len(cluster.nodes) == 20_000 and len(cluster.links) == 1_000
     with pytest.raises(ClusterError, match="more than 1,000,000 pairs"):
         cluster_from_dict(small(nodes=nodes, links=[{"between": ["a", "a"], "bandwidth_gb_per_s": 1}]))
+
+
+def test_all_links_of_three_hundred_nodes_are_read_in_seconds() -> None:
+    """Each of the 44,850 links went over all those before it: ten billion steps, for which nobody waited."""
+    nodes = [{"name": f"n{i}", "device": "A100-SXM-80GB"} for i in range(300)]
+    pairs = itertools.combinations([node["name"] for node in nodes], 2)
+    links = [{"between": list(pair), "bandwidth_gb_per_s": 10.0, "latency_us": 10} for pair in pairs]
+    began_s = time.process_time()
+    cluster = cluster_from_dict({"nodes": nodes, "network": {"bandwidth_gb_per_s": 25}, "links": links})
+    assert len(cluster.links) == 300 * 299 // 2
+    assert time.process_time() - began_s < 20  # it takes one
