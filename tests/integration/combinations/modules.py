@@ -159,6 +159,27 @@ def _skipped_experts(model: Any) -> None:
     model.model.embed_tokens.register_forward_hook(add)
 
 
+class _ByRow(nn.Module):
+    """An MLP beside which one of two experts is added, chosen by the first token of a row; the other is not called."""
+
+    def __init__(self, inner: nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner, self.experts = inner, nn.ModuleList(nn.Linear(width, width * (i + 1)) for i in range(2))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out: Tensor = self.inner(hidden_states)
+        for i, expert in enumerate(self.experts):
+            is_its = (hidden_states[:, 0, 6] > 0) == bool(i)
+            if is_its.any():
+                out = out.index_add(0, is_its.nonzero()[:, 0], expert(hidden_states[is_its])[..., : out.shape[-1]])
+        return out
+
+
+def _experts_by_row(model: Any) -> None:
+    layer = model.model.layers[-1]
+    layer.mlp = _ByRow(layer.mlp, model.config.hidden_size)
+
+
 def _rare(model: Any) -> None:
     """A layer that is called where there is a rare token."""
     width = model.config.hidden_size
@@ -261,6 +282,7 @@ _CHANGES: dict[str, Any] = {
     "scaled output": lambda model: _scale(model, 1),
     "scalar parameter": _scale,
     "hook on gradients": _hook_on_gradients,
+    "experts by row": _experts_by_row,  # is not drawn; see tests/integration/pipelines/test_pipeline_order.py
 }
-assert set(_CHANGES) == set(CHANGES)
+assert set(_CHANGES) == {*CHANGES, "experts by row"}
 assert RARE_TOKEN < VOCAB
