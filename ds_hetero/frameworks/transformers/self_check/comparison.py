@@ -2,7 +2,7 @@
 
 The error of a token is the root mean square of its difference over that of the whole tensor. A module may differ by
 `FACTOR` times its own noise, which a second whole run with embeddings shaken by one unit of rounding shows, plus
-`FLOOR` units of rounding, plus `FLOOR_OF_SUMS` units of fp32.
+`FLOOR` units of rounding, plus `FLOOR_OF_ORDER` units of fp32.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FLOOR = 2.0
 # Of gradients of parameters. Terms of a sum over tokens that nearly cancel are each rounded in the model's dtype: 12
 # units were seen in bf16, of the bias of a norm of RoBERTa-PreLayerNorm; embeddings shaken by one unit show a tenth.
 FLOOR_OF_TERMS = 16.0
-# Units of fp32. A matmul over other numbers of rows, and a sum over tokens of several ranks, add their terms up in
-# another order, which embeddings shaken by a unit need not show: of N terms of one size that is half of sqrt(N) units,
-# 45 of 8,192. Cohere with LoRA was refused for 6. A fault is some thousand times larger.
-FLOOR_OF_SUMS = 64.0
+FLOOR_OF_SUMS = 64.0  # units of fp32: sums over a hundred tokens, in which they are added in another order
+# Units of fp32, of all else. A matmul over other numbers of rows, and attention over parts, add their terms up in
+# another order, which embeddings shaken by a unit need not show. Cohere with LoRA was refused for 6 units.
+FLOOR_OF_ORDER = 8.0
 
 OUTPUT, GRADIENT, INPUT, PARAMETER, LOSS = "output", "gradient", "input", "parameter", "loss"
 
@@ -98,7 +98,7 @@ def worst(errors: Errors, noise: Mapping[_Key, float], eps: float) -> list[Diffe
     for key, values in errors.items():
         error, rounding = _largest(values), noise.get(key, 0.0)
         eps_of_fp32 = torch.finfo(torch.float32).eps
-        floor = FLOOR * eps + FLOOR_OF_SUMS * eps_of_fp32
+        floor = FLOOR * eps + FLOOR_OF_ORDER * eps_of_fp32
         if key.kind == PARAMETER:
             floor = FLOOR_OF_TERMS * eps + FLOOR_OF_SUMS * eps_of_fp32
         allowed = FACTOR * rounding + floor
