@@ -410,7 +410,7 @@ def _overrides(data: Any, nodes: Sequence[Node]) -> tuple[tuple[tuple[int, int],
                 f"{where}.between names {between[0]!r} twice, which is one node. Its inner link is nodes[].link."
             )
         link = _link(where, f"{between[0]} - {between[1]}", {k: v for k, v in entry.items() if k != "between"})
-        # Not by operators of sets: `pairs - table.keys()` goes over the whole table, for every one of 45,000 links.
+        # Not by operators of sets: ``pairs - table.keys()`` goes over the whole table, for every one of 45,000 links.
         for pair in sorted(pair for pair in pairs if pair in table):
             if replace(link, name=table[pair].name) != table[pair]:
                 _refuse_second_link(where, nodes, pair, entry_of[pair], entry, data[entry_of[pair]])

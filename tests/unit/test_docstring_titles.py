@@ -80,7 +80,8 @@ _VERBS = """
     die dies differ differs divide divides exist exists expect expects express fall falls find finds fills fits
     flatten flattens follow follows gather gathers get gets give gives go goes hold holds imply implies import imports
     iterate judge judges keep keeps know knows lack lacks lay lays learn learns leave leaves let lets lie lies make
-    makes mean means meet meets merge merges own owns pack packs pay pays propose proposes prove put puts raise raises
+    makes mean means meet meets merge merges own owns pack packs pay pays predict predicts propose proposes prove put
+    puts raise raises
     reach reaches read reads refuse refuses rely relies remove removes replace replaces return returns say says search
     searches see sees send sends separate separates serve serves shards skip skips solve solves stay stays take takes
     tell tells train trains travel travels use uses walk walks want wants weigh weighs write writes

@@ -72,7 +72,7 @@ class Status(NamedTuple):
     counts: Mapping[str, int] = MappingProxyType({})
     may_compute: bool = False  # whether it may be a kernel of its own that it waits for, and no rank; see `Place`
     posted: Mapping[str, Sequence[Numbered]] = MappingProxyType({})  # the latest collectives, by process group
-    gathers: History = History((), 0, False)  # of ZeRO-3, see `own_gathers`
+    gathers: History = History((), 0, False)  # of ZeRO-3, `calls.own_gathers`
 
 
 class End(NamedTuple):

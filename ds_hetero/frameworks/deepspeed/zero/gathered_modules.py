@@ -9,8 +9,8 @@ on all ranks. A rank that calls another module than the predicted one asks the o
 answer. Until the ranks part, their calls are equal, so their tables and predictions are too. Where they part, at most
 one of the modules is the predicted one, so some rank asks: either all do, and see it, or the others wait in a
 gathering, and `ds_hetero.runtime.peers` sees it from `own_gathers`. In an ordinary job nobody asks after the first
-forward and backward, but at the beginning of a forward without gradients, which a rank may run alone (a `generate` for
-a look at the model), and where training and evaluation take turns.
+forward and backward, but at the beginning of a forward without gradients, which a rank may run alone (a ``generate``
+for a look at the model), and where training and evaluation take turns.
 """
 
 from __future__ import annotations
