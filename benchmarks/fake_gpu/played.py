@@ -34,7 +34,7 @@ from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.proof import events as posted
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost.played import Event, Operation, PostedCall, PostedMessage, Sync, Wait, play
-from ds_hetero.cost.terms.times import host_share
+from ds_hetero.cost.terms.host import launch_time_factor
 from ds_hetero.reporting.recorded_step import RecordedStep
 
 LAB = tuple(FOLDER / f"prediction_{link}.json" for link in ("loopback", "1gbit", "200mbit"))
@@ -128,7 +128,7 @@ def record_step(setting: Setting, layers: int | None, pool: Any) -> RecordedStep
         name=setting.name,
         model=setting.model,
         cluster=setting.cluster,
-        host_share=host_share(setting.workload),
+        host_share=launch_time_factor(setting.workload),
         events=tuple(events),
     )
 

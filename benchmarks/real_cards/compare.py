@@ -25,7 +25,7 @@ from ds_hetero.common.text import GIB, TERA
 from ds_hetero.cost import CostModel, Prediction, make_cost_model
 from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.terms.flops import ATTENTION_BACKWARD_FLOPS, ATTENTION_FORWARD_FLOPS
-from ds_hetero.cost.terms.times import ring_finish_s
+from ds_hetero.cost.terms.ring import ring_finish_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.models import ModelSpec, load_model

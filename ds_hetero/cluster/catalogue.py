@@ -152,7 +152,7 @@ def _kind(multiprocessors: int, matmul: float, memory: float, attention: Rates, 
 
 
 LAYER_HOST_S = 0.6e-3
-"""Least time of a layer's forward in eager PyTorch; see `ds_hetero.cost.terms.times` for what comes on top."""
+"""Least time of a layer's forward in eager PyTorch; see `ds_hetero.cost.terms.host` for what comes on top."""
 
 _FIT = "fitted to steps of llm-foundry, xtuner, torchtune and others: python -m benchmarks.real_cards"
 _BEST = "large products as in stas00/ml-engineering (MAMF), less 0.15 as on the H100; memory as on the H100"

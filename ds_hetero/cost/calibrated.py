@@ -36,9 +36,13 @@ from ds_hetero.cost.model import Bottleneck, CostModel, Span, Terms
 from ds_hetero.cost.passes import PLACEHOLDER_TOKENS, BlockPasses
 from ds_hetero.cost.recurrent import RecurrentLayer
 from ds_hetero.cost.terms.grouping import Grouping
-from ds_hetero.cost.terms.layer_memory import layer_weight_bytes, trained_of_ends, trained_of_layer, trained_parameters
-from ds_hetero.cost.terms.memory import Moments, StandingMemory, memory_moments, owned_share_D
-from ds_hetero.cost.terms.times import RingCollective, host_bytes_per_s_D, offloaded_step_s_D, ring_finish_s
+from ds_hetero.cost.terms.host import host_bytes_per_s_D, offloaded_step_s_D
+from ds_hetero.cost.terms.memory_parts import Phases
+from ds_hetero.cost.terms.model_states import owned_share_D
+from ds_hetero.cost.terms.phases import StandingMemory, memory_phases
+from ds_hetero.cost.terms.ring import ring_finish_s
+from ds_hetero.cost.terms.trained import layer_weight_bytes, trained_of_ends, trained_of_layer, trained_parameters
+from ds_hetero.cost.terms.zero import RingCollective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.schedule import Schedule
@@ -195,9 +199,9 @@ class CalibratedCostModel(CostModel):
             step_s_D = offloaded_step_s_D(self.cluster.devices, work, own_D)
         return {"loss_s": loss_s, "zero_s": zero_s, "optimizer_s": float(step_s_D.max())}
 
-    def memory_moments(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
-        """See `ds_hetero.cost.terms.memory`."""
-        return memory_moments(self._standing_memory, grouping, tokens_D, heads_D)
+    def memory_phases(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Phases:
+        """See `ds_hetero.cost.terms.phases`."""
+        return memory_phases(self._standing_memory, grouping, tokens_D, heads_D)
 
     @cached_property
     def _standing_memory(self) -> StandingMemory:

@@ -16,8 +16,8 @@ from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.model import Bottleneck, Span, Terms
 from ds_hetero.cost.passes import AssignedWork, BlockPasses, Work
 from ds_hetero.cost.recurrent import RecurrentLayer
-from ds_hetero.cost.terms.grouping import ring_edges
-from ds_hetero.cost.terms.times import alone_s, ring_finish_s, ring_schedule
+from ds_hetero.cost.terms.head_cuts import ring_edges
+from ds_hetero.cost.terms.ring import alone_s, ring_finish_s, ring_schedule
 
 
 def busy_s(block: BlockPasses, work: Work) -> Floats:

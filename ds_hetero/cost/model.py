@@ -20,7 +20,8 @@ from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import GIB
 from ds_hetero.cost.terms.grouping import Grouping
-from ds_hetero.cost.terms.memory import HOST_SHARE, MemoryParts, Moments, host_bytes_of_nodes, peak_bytes, peak_parts
+from ds_hetero.cost.terms.host_memory import USABLE_HOST_FRACTION, host_bytes_of_nodes
+from ds_hetero.cost.terms.memory_parts import MemoryParts, Phases, peak_bytes, peak_parts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
@@ -161,12 +162,12 @@ class CostModel(ABC):
         """The time of one block by part."""
 
     @abstractmethod
-    def memory_moments(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
+    def memory_phases(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Phases:
         """Memory by moment and part, each ``[D]``; leading dimensions of the arguments are kept."""
 
     def memory_parts(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> MemoryParts:
         """The parts of every rank's peak, each ``[D]``."""
-        return peak_parts(self.memory_moments(grouping, tokens_D, heads_D))
+        return peak_parts(self.memory_phases(grouping, tokens_D, heads_D))
 
     @property
     def attention_speeds(self) -> list[float]:
@@ -205,7 +206,7 @@ class CostModel(ABC):
 
     def memory_bytes(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Floats:
         """Peak memory of every rank, ``[D]``; leading dimensions of the arguments are kept."""
-        return peak_bytes(self.memory_moments(grouping, tokens_D, heads_D))
+        return peak_bytes(self.memory_phases(grouping, tokens_D, heads_D))
 
     def arrays(self, schedule: Schedule) -> tuple[Grouping, Floats, Ints]:
         """A schedule as a grouping, whole tokens by rank and heads by rank.
@@ -275,10 +276,10 @@ class CostModel(ABC):
     def _too_much_on_host(self, host_N: Floats) -> str | None:
         for node, need in zip(self.cluster.nodes, host_N.tolist(), strict=True):
             has = node.host_memory_bytes
-            if has is not None and need > HOST_SHARE * has:
+            if has is not None and need > USABLE_HOST_FRACTION * has:
                 return (
                     f"offloads put {need / GIB:.1f} GiB into the memory of {node.name}, of whose {has / GIB:.1f} GiB "
-                    f"{HOST_SHARE:.0%} are free for them"
+                    f"{USABLE_HOST_FRACTION:.0%} are free for them"
                 )
         return None
 

@@ -15,10 +15,15 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms import flops
+from ds_hetero.cost.terms.exchange import exchange_s
 from ds_hetero.cost.terms.flops import AchievedRates
-from ds_hetero.cost.terms.grouping import Grouping, kv_heads_of_ranks
-from ds_hetero.cost.terms.layer_memory import MLP_TILE_TOKENS, restored_bytes
-from ds_hetero.cost.terms.times import RingCoefficients, checkpoint_copy_s_D, exchange_s, host_share, ring_transfers_s
+from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.cost.terms.head_cuts import kv_heads_of_ranks
+from ds_hetero.cost.terms.host import checkpoint_copy_s_D, launch_time_factor
+from ds_hetero.cost.terms.layer_memory import MLP_TILE_TOKENS
+from ds_hetero.cost.terms.ring import RingCoefficients
+from ds_hetero.cost.terms.ring_transfers import ring_transfers_s
+from ds_hetero.cost.terms.trained import restored_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
@@ -161,7 +166,7 @@ class BlockPasses:
             token_s=work.micro_batch * token_s + copied_s,
             fixed_s=product_s * rates.half_tokens + (1 + backward) * rates.kernel_overhead_s + restored_s,
             attention_s=operations * model.head_dim / rates.attention_flops_per_s[name],
-            host_s=(1 + backward) * host_share(work) * rates.layer_host_s,
+            host_s=(1 + backward) * launch_time_factor(work) * rates.layer_host_s,
         )
 
     def alone_s(self) -> Floats:

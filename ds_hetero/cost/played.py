@@ -28,7 +28,7 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.terms.flops import COPY_SHARE, AchievedRates
-from ds_hetero.cost.terms.times import RingCollective
+from ds_hetero.cost.terms.zero import RingCollective
 from ds_hetero.errors import PlanError
 
 PRODUCT, ATTENTION, CAUSAL, MEMORY = "product", "attention", "causal", "memory"  # kinds of operations
@@ -120,7 +120,7 @@ def play(events: Sequence[Sequence[Event]], cluster: Cluster, host_share: float 
     """Play a step. Raises `PlanError`: another number of ranks than the cluster's, or a wait for ever.
 
     Args:
-        host_share: time of the host to launch a layer over that of a plain one, see `cost.terms.times.host_share`.
+        host_share: time of the host to launch a layer over that of a plain one, see `launch_time_factor`.
     """
     if len(events) != cluster.num_ranks:
         raise PlanError(

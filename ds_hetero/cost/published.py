@@ -22,8 +22,12 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.model import Bottleneck, CostModel, Span, Terms
-from ds_hetero.cost.terms.grouping import Edges, GroupBy, Grouping, ring_edges
-from ds_hetero.cost.terms.memory import MemoryParts, Moments, state_bytes, stays_on_device
+from ds_hetero.cost.terms.group_by import GroupBy
+from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.cost.terms.head_cuts import Edges, ring_edges
+from ds_hetero.cost.terms.host_memory import stays_on_device
+from ds_hetero.cost.terms.memory_parts import MemoryParts, Phases
+from ds_hetero.cost.terms.model_states import state_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.schedule import Schedule
@@ -158,7 +162,7 @@ class PublishedCostModel(CostModel):
         ]
         return latencies, np.array(by_class).reshape(len(latencies), num_sets, grouping.num_groups)
 
-    def memory_moments(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
+    def memory_phases(self, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Phases:
         """Eq. 3, whatever the moment; not multiplied by layers, as in the paper."""
         batch, element = self.workload.micro_batch, self.workload.element_bytes
         length_D = grouping.by_group(np.add, tokens_D)[..., grouping.group_of]

@@ -25,7 +25,7 @@ from ds_hetero.cluster.topology import Node
 from ds_hetero.common.reading import MAX_SEQ_LEN, JsonDict, is_list, is_whole, read_file, shortened
 from ds_hetero.common.text import GB
 from ds_hetero.cost import CostModel, Workload, make_cost_model
-from ds_hetero.cost.terms.memory import HOST_SHARE
+from ds_hetero.cost.terms.host_memory import USABLE_HOST_FRACTION
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.models import model_from_config
@@ -274,7 +274,7 @@ def _hosts(nodes: Sequence[Node], work: Workload) -> list[str]:
         return words
     if any(node.host_memory_bytes is None for node in apart):
         return [*words, "machines have the memory that offloads need (--host-memory, host_memory_gib)"]
-    return [*words, f"offloads may take {HOST_SHARE:.0%} of a machine's memory"]
+    return [*words, f"offloads may take {USABLE_HOST_FRACTION:.0%} of a machine's memory"]
 
 
 def _through_host(node: Node) -> bool:

@@ -7,7 +7,7 @@ import numpy as np
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import bytes_text
 from ds_hetero.cost import CostModel
-from ds_hetero.cost.terms.memory import saved_bytes
+from ds_hetero.cost.terms.model_states import saved_bytes
 from ds_hetero.elastic.save_rules import Part, place_copies, slot_bytes
 
 _OF_DEFAULT = 0.5  # of a machine's memory, that Linux lets /dev/shm take

@@ -34,7 +34,7 @@ from ds_hetero.cost.stages.gradients import CalibratedStageMemory, DeviceParamet
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, StageCosts, StageOption, SyncTimes
 from ds_hetero.cost.terms.layer_memory import WIDE, LayerMemory, LayerShare, layer_memory, logit_bytes
-from ds_hetero.cost.terms.times import RingCollective
+from ds_hetero.cost.terms.zero import RingCollective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec

@@ -29,7 +29,7 @@ a step. So these moments are told apart:
     sent     it has ended, and all buckets are on their way at once, as where links are slower than the backward
     step     the optimizer's: sums of what the device owns, and what the optimizer makes beside them
 
-Of the first three, the parts of a backward in `ds_hetero.cost.terms.memory.backward_moments`. The gather after the step
+Of the first three, the parts of a backward in `ds_hetero.cost.terms.phases.backward_phases`. The gather after the step
 needs less than the last backward, whose gradients it comes in place of.
 
 Held to the peaks of `python -m benchmarks.pipelines --cases memory`.
@@ -47,8 +47,9 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, StageMemory, SyncTimes
-from ds_hetero.cost.terms.layer_memory import Bytes, LayerMemory
-from ds_hetero.cost.terms.memory import MemoryParts, backward_moments, peak_bytes
+from ds_hetero.cost.terms.layer_memory import LayerMemory
+from ds_hetero.cost.terms.memory_parts import Bytes, MemoryParts, peak_bytes
+from ds_hetero.cost.terms.phases import backward_phases
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
@@ -279,7 +280,7 @@ class CalibratedStageMemory(StageMemory):
         def backward(name: str, number: Bytes, gradients: Bytes, bucket: Bytes = 0.0) -> dict[str, MemoryParts]:
             on_device = layer.given if work.offload_activations else number * kept
             always = resting._replace(activations=on_device + number * passing, gradients=gradients, bucket=bucket)
-            moments = backward_moments(always, layer, self.logits * last, checkpointed=work.activation_checkpointing)
+            moments = backward_phases(always, layer, self.logits * last, checkpointed=work.activation_checkpointing)
             return {f"{name}, {moment}": parts for moment, parts in moments.items()}
 
         if micro_batches is None or np.all(micro_batches > in_flight):

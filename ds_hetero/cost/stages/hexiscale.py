@@ -42,7 +42,7 @@ from ds_hetero.cost.stages.stage import (
     StageOption,
     SyncTimes,
 )
-from ds_hetero.cost.terms.layer_memory import Bytes
+from ds_hetero.cost.terms.memory_parts import Bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec

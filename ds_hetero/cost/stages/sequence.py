@@ -19,7 +19,8 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.stages.stage import PoolPart, Pools
-from ds_hetero.cost.terms.layer_memory import Bytes, LayerMemory, LayerShare, layer_memory, logit_bytes
+from ds_hetero.cost.terms.layer_memory import LayerMemory, LayerShare, layer_memory, logit_bytes
+from ds_hetero.cost.terms.memory_parts import Bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec

@@ -27,7 +27,7 @@ from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link
 from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
-from ds_hetero.cost.terms.layer_memory import Bytes
+from ds_hetero.cost.terms.memory_parts import Bytes
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.plans.timetable import default_in_flight

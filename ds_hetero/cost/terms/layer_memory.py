@@ -1,11 +1,9 @@
 """Memory of one layer on a rank: one formula per kind of layer, however ranks share its work.
 
-Every memory of this package is made of these: of jobs that share sequences (`ds_hetero.cost.terms.memory`), and of
+Every memory of this package is made of these: of jobs that share sequences (`ds_hetero.cost.terms.phases`), and of
 stages of pipelines (`ds_hetero.cost.stages.gradients`).
 
 Dimension key: D ranks, K groups.
-
-Parameters that have gradients and optimizer state, and bytes of those that have none.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints
-from ds_hetero.cost.terms.grouping import Grouping, kv_heads_of_ranks
+from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.cost.terms.head_cuts import kv_heads_of_ranks
+from ds_hetero.cost.terms.memory_parts import Bytes
 from ds_hetero.cost.workload import Workload
-from ds_hetero.models.configs import QUANTIZATIONS, adapter_parameters
 from ds_hetero.models.shapes import ModelSpec
 
 LOGIT_TILE_TOKENS = 1024  # tokens of one tile of a tiled loss, where nobody says its size
@@ -26,8 +25,6 @@ LOSS_CHUNK_TOKENS = 1024  # whose softmax exists in fp32 at once, of `ds_hetero.
 MLP_TILE_TOKENS = 4096  # tokens of one tile of a tiled MLP, likewise
 WIDE = 4  # bytes of fp32
 _NORM_COPIES = 5  # of the tokens in fp32, in the backward of transformers' RMSNorm
-
-Bytes = Floats | float
 
 
 class LayerShare(NamedTuple):
@@ -245,46 +242,3 @@ def _joined(model: ModelSpec, attention: Floats, recurrent: Floats) -> tuple[Flo
     if layers.num_attention_layers + layers.num_layers > layers.num_model_layers:  # a layer may hold both
         return attention + recurrent, of_all
     return np.maximum(attention * bool(layers.num_attention_layers), recurrent), of_all
-
-
-ADAPTER_BYTES = 4  # PEFT keeps adapters in fp32, ``autocast_adapter_dtype``
-
-
-def trained_of_layer(model: ModelSpec, workload: Workload) -> int:
-    """Parameters of a layer that are trained."""
-    rank = workload.adapter_rank
-    return adapter_parameters(model, rank) if rank else model.layer_parameters
-
-
-def trained_of_ends(model: ModelSpec, workload: Workload) -> int:
-    """Parameters of embedding and head that are trained."""
-    return model.embedding_parameters if not workload.adapter_rank or workload.trains_embedding else 0
-
-
-def trained_parameters(model: ModelSpec, workload: Workload) -> int:
-    """Parameters that are trained."""
-    if not workload.adapter_rank:
-        return model.num_parameters
-    return model.num_layers * trained_of_layer(model, workload) + trained_of_ends(model, workload)
-
-
-def layer_weight_bytes(model: ModelSpec, workload: Workload) -> float:
-    """Bytes of a layer's weights, its adapters included."""
-    size: float = workload.element_bytes
-    if workload.quantization is not None:
-        size = QUANTIZATIONS[workload.quantization].weight_bytes
-    adapters = adapter_parameters(model, workload.adapter_rank) if workload.adapter_rank else 0
-    return model.layer_parameters * size + adapters * ADAPTER_BYTES
-
-
-def weight_bytes(model: ModelSpec, workload: Workload) -> float:
-    """Bytes of all weights; where layers are quantized, embedding and head are not."""
-    ends = model.embedding_parameters + model.hidden_size
-    return model.num_layers * layer_weight_bytes(model, workload) + ends * workload.element_bytes
-
-
-def restored_bytes(model: ModelSpec, workload: Workload) -> float:
-    """Memory traffic of a pass that restores a layer's quantized weights; 0 where there are none."""
-    if workload.quantization is None:
-        return 0.0
-    return model.layer_parameters * QUANTIZATIONS[workload.quantization].moved_bytes

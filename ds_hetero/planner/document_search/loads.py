@@ -160,7 +160,7 @@ def _most_tokens(cost: CalibratedCostModel, schedule: Schedule) -> tuple[int, ..
     """
     grouping, tokens_D, heads_D = cost.arrays(schedule)
     times_D = np.full(len(tokens_D), np.inf)
-    for parts in cost.memory_moments(grouping, tokens_D, heads_D).values():
+    for parts in cost.memory_phases(grouping, tokens_D, heads_D).values():
         grows_D = parts.activations + parts.layer + parts.exchange_buffers
         grows_D = grows_D + (0.0 if cost.workload.tiled_logits else parts.logits)
         left_D = cost.capacity_bytes_D - (parts.total - grows_D)

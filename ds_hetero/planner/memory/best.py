@@ -17,7 +17,7 @@ from ds_hetero.common.arrays import Floats
 from ds_hetero.common.text import GIB
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel, Prediction
-from ds_hetero.cost.terms.memory import owned_share_D, partitioned_bytes, partitioned_parts
+from ds_hetero.cost.terms.model_states import owned_share_D, partitioned_bytes, partitioned_parts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planned import Baselines, ScheduleCandidate, fastest
@@ -52,7 +52,7 @@ def weights_by_memory(replicas: Sequence[tuple[CostModel, Schedule]]) -> tuple[f
 def _room_bytes(cost: CostModel, schedule: Schedule, partitioned: float) -> Floats:
     """Room for model states on every rank at its fullest moment, ``[D]``."""
     share_D, rooms = partitioned * owned_share_D(cost.workload, cost.cluster), []
-    for parts in cost.memory_moments(*cost.arrays(schedule.shifted(0))).values():
+    for parts in cost.memory_phases(*cost.arrays(schedule.shifted(0))).values():
         own_D = partitioned_parts(parts, cost.workload)
         left_D = cost.capacity_bytes_D - (parts.total - own_D)
         rooms.append(left_D * np.where((own_D > share_D) & (left_D > 0), share_D / np.maximum(own_D, 1.0), 1.0))

@@ -13,7 +13,7 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import CostModel, make_cost_model
 from ds_hetero.cost.price import TOO_LONG, Objective
 from ds_hetero.cost.stages.stage import StageCosts
-from ds_hetero.cost.terms.memory import static_bytes
+from ds_hetero.cost.terms.model_states import static_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from ds_hetero.cluster import Cluster, cluster_from_dict, load_cluster
 from ds_hetero.cost import Grouping, Workload, make_cost_model
-from ds_hetero.cost.terms.grouping import kv_heads_of_ranks, ring_edges
-from ds_hetero.cost.terms.times import RingCollective, exchange_s
+from ds_hetero.cost.terms.exchange import exchange_s
+from ds_hetero.cost.terms.head_cuts import kv_heads_of_ranks, ring_edges
+from ds_hetero.cost.terms.zero import RingCollective
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.baselines import ring, ulysses, usp
@@ -261,7 +262,7 @@ def test_zero_traffic_hides_beside_the_block_as_far_as_it_fits():
 
 def moments(model, cluster, schedule, **work):
     bound = cost(cluster, model, **work)
-    return bound.memory_moments(*bound.arrays(schedule))
+    return bound.memory_phases(*bound.arrays(schedule))
 
 
 @pytest.mark.parametrize(("stage", "per_parameter"), [(0, 2 + 2 + 12), (1, 2 + 2 + 6), (2, 2 + 1 + 6), (3, 1 + 1 + 6)])
@@ -443,7 +444,7 @@ def test_a_tiled_mlp_is_computed_again_once_and_takes_the_memory_of_a_tile():
     forward_s = 2 * MODEL.mlp_parameters * length / 1e12
     assert costs(zero_stage=3)[-1] == pytest.approx(sums_s + forward_s, rel=1e-3)
     assert costs()[-1] == pytest.approx(sums_s + forward_s * 2 / 3, rel=1e-3)  # but for its last product
-    layers = [each.memory_moments(*each.arrays(schedule))["mlp"].layer for each in (whole, tiled)]
+    layers = [each.memory_phases(*each.arrays(schedule))["mlp"].layer for each in (whole, tiled)]
     # What the MLP keeps, its gradients and one of a matrix go; its norm makes its backward's: five fp32 copies,
     # input and gradient, less what the norm had made for the MLP.
     width, norm = 2 * (6 * MODEL.mlp_size + 512), 512 * (5 * 4 + 4 + 2 - 8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ds_hetero.cost.terms import times as ring_time
-from ds_hetero.cost.terms.times import RingCoefficients, ring_finish_s, ring_schedule
+from ds_hetero.cost.terms import ring as ring_time
+from ds_hetero.cost.terms.ring import RingCoefficients, ring_finish_s, ring_schedule
 
 
 def ring(length, slope, *, start=None, fixed=0.0, latency=0.0, kv=0.0, gradient=0.0, backward=False, causal=False):

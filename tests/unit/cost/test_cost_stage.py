@@ -49,7 +49,7 @@ def test_one_device_takes_what_its_own_cost_model_says(checkpointing, causal):
         flat = alone.arrays(ulysses(1, MODEL.num_heads, MODEL.num_kv_heads))
         assert option.layer_s == pytest.approx(alone.block_s(*flat), 1e-9)
         assert option.last_s == pytest.approx(alone.outside_blocks_s(flat[1])["loss_s"], 1e-9)
-        kept = alone.memory_moments(*flat)["loss"].activations[0] / MODEL.num_layers
+        kept = alone.memory_phases(*flat)["loss"].activations[0] / MODEL.num_layers
         assert option.memory.kept_bytes == pytest.approx(kept, 1e-9)
 
 

@@ -12,7 +12,7 @@ from ds_hetero.cli import main
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cluster.notation import read_notation
 from ds_hetero.cost import Workload, make_cost_model
-from ds_hetero.cost.terms.memory import state_bytes, static_bytes
+from ds_hetero.cost.terms.model_states import state_bytes, static_bytes
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import ClusterError, PlanError
 from ds_hetero.models import load_model
@@ -66,7 +66,7 @@ def test_one_rank_by_hand():
 def test_deepspeeds_buffers_are_counted_by_stage(stage):
     """In bf16 the bucket takes 10^9 bytes, which ZeRO-3 holds at the loss too."""
     cost = cost_of("3090x2", zero_stage=stage, tiled_logits=False)
-    moments = cost.memory_moments(*cost.arrays(best_schedule(cost, "ring").schedule))
+    moments = cost.memory_phases(*cost.arrays(best_schedule(cost, "ring").schedule))
     assert moments["mlp"].bucket == (10**9 if stage else 0)
     assert moments["loss"].bucket == (10**9 if stage == 3 else 0)
 
@@ -81,14 +81,14 @@ def test_deepspeeds_buffers_are_counted_by_stage(stage):
 )
 def test_zero_3_gathers_ahead_to_its_limit(model, at_loss):
     cost = cost_of("H100x2", model, zero_stage=3)
-    moments = cost.memory_moments(*cost.arrays(best_schedule(cost, "ring").schedule))
+    moments = cost.memory_phases(*cost.arrays(best_schedule(cost, "ring").schedule))
     assert moments["loss"].gathered == at_loss
     assert moments["forward"].gathered - moments["mlp"].gathered == 2 * 5 * 10**7  # a buffer with what has arrived
 
 
 def test_a_tiled_loss_holds_the_heads_gradient_of_the_tiles_before_and_makes_another():
     cost = cost_of("H100", zero_stage=1, seq_len=8192)
-    moments = cost.memory_moments(*cost.arrays(best_schedule(cost).schedule))
+    moments = cost.memory_phases(*cost.arrays(best_schedule(cost).schedule))
     head, tokens = 2 * cost.model.vocab_size * cost.model.hidden_size, 1024
     final_norm = 8192 * cost.model.hidden_size * (4 + 2 + 2 + 2)  # fp32, normalized, output, gradients of the tiles
     assert (moments["loss"].gradients, moments["head"].gradients) == (head, 2 * head)
@@ -223,7 +223,7 @@ def test_offloading_activations_costs_two_copies_of_every_layers_input():
     before, after = best_schedule(cost), offload.after.fitted
     added_s = offload.after.iteration_s - before.prediction.iteration_s
     assert added_s == pytest.approx(2 * cost.model.num_layers * of_layer / 32e9, rel=1e-6)
-    parts = [each.cost.memory_moments(*each.cost.arrays(each.schedule))["loss"] for each in (before, after)]
+    parts = [each.cost.memory_phases(*each.cost.arrays(each.schedule))["loss"] for each in (before, after)]
     saved = float((parts[0].activations - parts[1].activations)[0])
     assert saved == (cost.model.num_layers - 1) * of_layer
 

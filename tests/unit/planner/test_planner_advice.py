@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from ds_hetero.cli.app import app
 from ds_hetero.cluster import cluster_from_dict, load_cluster
 from ds_hetero.cost import Workload, make_cost_model
-from ds_hetero.cost.terms.memory import state_bytes
+from ds_hetero.cost.terms.model_states import state_bytes
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan

@@ -10,7 +10,7 @@ import pytest
 
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload, make_cost_model
-from ds_hetero.cost.terms.memory import partitioned_bytes, partitioned_parts, static_bytes
+from ds_hetero.cost.terms.model_states import partitioned_bytes, partitioned_parts, static_bytes
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
@@ -39,7 +39,7 @@ def test_every_rank_keeps_the_same_part_of_its_room_free(stage):
     weights = weights_by_memory([(equal, schedule)])
     assert all(more > less for more, less in pairwise(weights))
     weighted = cost_model(96, 60, 52, zero_stage=stage, zero_weights=weights, buffers=buffers)
-    moments = weighted.memory_moments(*weighted.arrays(schedule)).values()
+    moments = weighted.memory_phases(*weighted.arrays(schedule)).values()
     free = np.min(
         [(weighted.capacity_bytes_D - at.total) / partitioned_parts(at, weighted.workload) for at in moments], axis=0
     )
@@ -62,7 +62,7 @@ def test_replicas_share_one_copy():
     first, second, third, fourth = weights_by_memory([(cost, schedule)] * 2)
     assert (first, second) == (third, fourth)
     share = partitioned_bytes(MODEL, cost.workload) / 4
-    step = cost.memory_moments(*cost.arrays(schedule))["step"]  # which needs the most of what is partitioned
+    step = cost.memory_phases(*cost.arrays(schedule))["step"]  # which needs the most of what is partitioned
     own = partitioned_parts(step, cost.workload)[0]
     assert first == pytest.approx((cost.capacity_bytes_D[0] - step.total[0] + own) * share / own)
 

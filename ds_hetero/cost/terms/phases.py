@@ -1,6 +1,6 @@
-"""Memory of one rank, moment by moment: of its parts, those that are there at once count, and the peak is the largest.
+"""Memory of one rank, phase by phase of a step (`MemoryParts`).
 
-Of a job that shares sequences, behind DeepSpeed's engine with its buffers, these are the moments:
+Of a job that shares sequences, behind DeepSpeed's engine with its buffers, these are the phases:
 
     forward    it ends: all activations, and in ZeRO-3 parameters beside the buffer that brought them
     loss       the backward begins: all activations, the logits, and of a tiled loss the gradient of the head so far
@@ -24,7 +24,7 @@ Dimension key: D ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,16 +33,20 @@ import numpy as np
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.grouping import Grouping
+from ds_hetero.cost.terms.host_memory import stays_on_device
 from ds_hetero.cost.terms.layer_memory import (
     WIDE,
-    Bytes,
     LayerMemory,
     LayerShare,
     head_bytes,
     layer_memory,
-    layer_weight_bytes,
     logit_bytes,
     normed_bytes,
+)
+from ds_hetero.cost.terms.memory_parts import Bytes, MemoryParts, Phases
+from ds_hetero.cost.terms.model_states import owned_share_D, state_bytes
+from ds_hetero.cost.terms.trained import (
+    layer_weight_bytes,
     trained_of_ends,
     trained_of_layer,
     trained_parameters,
@@ -52,123 +56,7 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
 
-class MemoryParts(NamedTuple):
-    """Bytes of every rank at a moment, ``[D]``, or a number for all.
-
-    Args:
-        gradients: what they take beyond the activations that they replace; all of them with accumulation or ZeRO-3.
-    """
-
-    weights: Bytes = 0.0  # parameters that stay on the rank
-    optimizer_state: Bytes = 0.0  # master weights and moments
-    gradients: Bytes = 0.0
-    gathered: Bytes = 0.0  # ZeRO-3's parameters that stay gathered, and at the loss those that arrive
-    activations: Bytes = 0.0  # per layer its input if checkpointed, else all that its backward needs
-    layer: Bytes = 0.0  # what one layer's backward needs, if checkpointed, and what its MLP's backward makes
-    ring_buffers: Bytes = 0.0  # keys and values that visit, their gradients, partial results
-    exchange_buffers: Bytes = 0.0  # what is packed for an exchange, and activations between stages
-    logits: Bytes = 0.0  # of a tile, or of all tokens
-    bucket: Bytes = 0.0  # gradients under way
-    step: Bytes = 0.0  # gradients of the rank's own part in fp32, and the optimizer's temporaries
-
-    def items(self) -> Iterator[tuple[str, Bytes]]:
-        """Name and bytes of every part."""
-        return zip(PARTS, self, strict=True)
-
-    def of_rank(self, rank: int) -> MemoryParts:
-        """The parts of one rank."""
-        shape = self.total.shape
-        return MemoryParts(**{name: float(np.broadcast_to(size, shape)[rank]) for name, size in self.items()})
-
-    @property
-    def total(self) -> Floats:
-        """All parts."""
-        return np.asarray(sum([size for size in self if not (isinstance(size, float) and size == 0)]))
-
-
-PARTS = MemoryParts._fields
-Moments = Mapping[str, MemoryParts]
-
-
-def peak_bytes(moments: Moments) -> Floats:
-    """Bytes of every rank at its largest moment; leading dimensions are kept."""
-    peak, *others = (parts.total for parts in moments.values())
-    for other in others:
-        peak = np.maximum(peak, other)
-    return peak
-
-
-def peak_parts(moments: Moments) -> MemoryParts:
-    """The parts of the moment that needs the most, rank by rank; parts of other moments are 0."""
-    totals = np.stack(np.broadcast_arrays(*(parts.total for parts in moments.values())))
-    largest = totals.argmax(axis=0)
-    is_peak_MD = np.arange(len(totals)).reshape(-1, *[1] * largest.ndim) == largest
-    of_part = (
-        np.array([np.broadcast_to(size, largest.shape) for size in sizes])
-        for sizes in zip(*moments.values(), strict=True)
-    )
-    return MemoryParts(*(np.where(is_peak_MD, size_MD, 0.0).sum(axis=0) for size_MD in of_part))
-
-
-# --- model states under ZeRO
-
-
-def static_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> Floats:
-    """Parameters, gradients and optimizer state that every rank keeps, ``[D]``.
-
-    ZeRO (arXiv:1910.02054, section 3): stage 1 partitions the optimizer state, stage 2 the gradients too, stage 3 the
-    parameters too, each over all ranks of all replicas; see `owned_share_D`.
-    """
-    return np.asarray(sum(state_bytes(model, workload, cluster).values()))
-
-
-def state_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> dict[str, Floats]:
-    """The parts of `static_bytes`: ``optimizer_state``, ``gradients`` and ``weights``, each ``[D]``."""
-    share_D, whole_D = owned_share_D(workload, cluster), np.ones(cluster.num_ranks)
-    return {
-        name: np.asarray(size * (share_D if stage <= workload.zero_stage else whole_D))
-        for name, stage, size in _bytes_from_stage(model, workload)
-    }
-
-
-def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
-    """Bytes of one copy of the model states that ZeRO partitions over all ranks, as far as they are on devices."""
-    return sum(size for _, stage, size in _bytes_from_stage(model, workload) if stage <= workload.zero_stage)
-
-
-def partitioned_parts(parts: MemoryParts, workload: Workload) -> Floats:
-    """Bytes of partitions on a rank at a moment, which is more where it owns more, ``[D]``."""
-    states = (("optimizer_state", 1), ("gradients", 2), ("weights", 3))
-    names = [name for name, stage in (*states, ("step", 1)) if stage <= workload.zero_stage]
-    return np.asarray(sum(getattr(parts, name) for name in names))
-
-
-def owned_share_D(workload: Workload, cluster: Cluster) -> Floats:
-    """Share of what ZeRO partitions that every rank of a replica owns, ``[D]``; of every node's with ``zero_within``.
-
-    ``zero_weights`` are the shares of one replica's ranks; left out, all are equal.
-    """
-    weights_D = np.ones(cluster.num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
-    total_D = weights_D.sum() * workload.data_parallel
-    if workload.zero_within:
-        total_D = np.bincount(cluster.node_of_rank, weights=weights_D)[cluster.node_of_rank]
-    return np.asarray(weights_D / total_D)
-
-
-def _bytes_from_stage(model: ModelSpec, workload: Workload) -> tuple[tuple[str, int, float], ...]:
-    """Model states by name, the ZeRO stage from which they are partitioned, and their bytes in all."""
-    trained = trained_parameters(model, workload)
-    return (
-        ("optimizer_state", 1, 0.0 if workload.offload_optimizer else trained * workload.optimizer_bytes),
-        ("gradients", 2, trained * workload.gradient_bytes),
-        ("weights", 3, 0.0 if workload.offload_parameters else weight_bytes(model, workload)),
-    )
-
-
-# --- moments
-
-
-def backward_moments(always: MemoryParts, layer: LayerMemory, logits: Bytes, *, checkpointed: bool) -> Moments:
+def backward_phases(always: MemoryParts, layer: LayerMemory, logits: Bytes, *, checkpointed: bool) -> Phases:
     """The moments of a backward.
 
     Args:
@@ -231,7 +119,7 @@ class StandingMemory:
         )
 
 
-def memory_moments(standing: StandingMemory, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Moments:
+def memory_phases(standing: StandingMemory, grouping: Grouping, tokens_D: Floats, heads_D: Ints) -> Phases:
     """Memory of every rank of a job that shares sequences; leading dimensions of the arguments are kept."""
     model, workload, states = standing.model, standing.workload, standing.states
     checkpointed = workload.activation_checkpointing
@@ -249,7 +137,7 @@ def memory_moments(standing: StandingMemory, grouping: Grouping, tokens_D: Float
         bucket=standing.bucket,
     )
     logits = logit_bytes(model, workload, tokens_D)
-    moments = dict(backward_moments(working, layer, logits, checkpointed=checkpointed))
+    moments = dict(backward_phases(working, layer, logits, checkpointed=checkpointed))
     if standing.copied and standing.sent_layers < model.num_layers:
         moments["sent"] = working._replace(
             activations=np.maximum(activations - standing.sent_layers * of_one, 0.0),
@@ -272,8 +160,8 @@ def _gradients_in_backward(standing: StandingMemory, activations: Bytes, of_one:
 
 def _moments_of_ends(
     standing: StandingMemory, resting: MemoryParts, working: MemoryParts, of_norm: Bytes, of_loss: tuple[Bytes, Bytes]
-) -> Moments:
-    """Moments outside the layers' backward; ``of_loss`` are bytes of logits, and of what makes the head's gradient."""
+) -> Phases:
+    """Phases outside the layers' backward; ``of_loss`` are bytes of logits, and of what makes the head's gradient."""
     stage, gathered, head = standing.workload.zero_stage, standing.gathered, standing.head
     of_all, (logits, of_head) = standing.states["gradients"], of_loss
     begun = of_all if stage == 3 or standing.workload.micro_batches > 1 else 0.0
@@ -355,52 +243,3 @@ def _step_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> Float
         made_D = own_D * (WIDE + max(element + joined, buffers.optimizer_bytes))
         made_D = np.maximum(made_D, own_D * element + np.minimum(own_D, largest) * 2 * WIDE)
     return np.asarray((0 if workload.offload_optimizer else 1) * made_D)
-
-
-def saved_bytes(cluster: Cluster, model: ModelSpec, work: Workload) -> Floats:
-    """Bytes of every rank's part of a save of an elastic job, ``[D]``: what it owns, and rank 0 the trained parameters.
-
-    Measured parts (tests/integration/elastic/test_saved.py) are this, and some 60 KB.
-    """
-    trained = trained_parameters(model, work)
-    owned_D = owned_share_D(work, cluster) * trained * work.optimizer_bytes if work.zero_stage else 0.0
-    bytes_D = np.zeros(cluster.num_ranks) + owned_D
-    if work.zero_stage < 3:
-        bytes_D[0] += trained * (work.element_bytes + (0 if work.zero_stage else work.optimizer_bytes))
-    return bytes_D
-
-
-HOST_SHARE = 0.68
-"""Share of a host's memory that offloads can use: ALST's longest sequences (arXiv:2506.13996) end where checkpoints
-and optimizer state take 1.1 to 1.5 TB of 1.9. The rest is the system's, the data
-loaders', and copies of what is under way."""
-
-
-def host_bytes_of_nodes(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D: Floats) -> Floats:
-    """Bytes on the host of every node, of devices whose memory is another one, ``[nodes]``."""
-    bytes_D = np.where(cluster.shares_host_memory, 0.0, _offloaded(cluster, model, work, tokens_D).total)
-    return np.asarray(
-        np.bincount(cluster.node_of_rank, weights=bytes_D, minlength=len(cluster.nodes)), dtype=np.float64
-    )
-
-
-def stays_on_device(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D: Floats) -> MemoryParts:
-    """Offloaded bytes of devices whose memory is their host's; leading dimensions of ``tokens_D`` are kept."""
-    if not cluster.shares_host_memory.any():
-        return MemoryParts()
-    parts = _offloaded(cluster, model, work, tokens_D).items()
-    return MemoryParts(**{name: np.where(cluster.shares_host_memory, size, 0.0) for name, size in parts})
-
-
-def _offloaded(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D: Floats) -> MemoryParts:
-    """Bytes that offloads move: checkpoints of all layers; optimizer state with gradients; parameters."""
-    share_D = owned_share_D(work, cluster)
-    checkpoint = model.num_layers * model.hidden_size * work.element_bytes * work.micro_batch
-    is_kept = work.activation_checkpointing and work.offload_activations
-    per_parameter = (work.optimizer_bytes + work.gradient_bytes) if work.offload_optimizer else 0
-    held = weight_bytes(model, work) if work.offload_parameters else 0.0
-    return MemoryParts(
-        activations=tokens_D * checkpoint if is_kept else 0.0,
-        optimizer_state=share_D * trained_parameters(model, work) * per_parameter,
-        weights=held * (share_D if work.zero_stage == 3 else np.ones_like(share_D)),
-    )

@@ -1,0 +1,91 @@
+"""All-to-all of a group (Ulysses), whose bytes add up at the ports of a device.
+
+HexiSeq's Eq. 9 takes the slowest pair alone, so a group of many ranks exchanges almost for free (arXiv:2605.07569,
+section A.4). Here a rank sends everything for other nodes through one network port and everything for its own node
+through one inner port (NVLink, PCIe); the two work side by side. Nodes whose ranks share a NIC or a switch are bound by
+the sum of their bytes as well.
+
+The exchange moves s_d x w_j bytes from rank d to rank j, where w counts q, k and v on the way in. With tokens and
+weights trading places the same function gives the way back, because ports are equally fast both ways. Three ranks of a
+node with s = 4, 2, 1 tokens and w = 10, 20, 30 bytes per token:
+
+    rank 0 sends      4 x (20 + 30) = 200,  receives  10 x (2 + 1) = 30
+    rank 1 sends      2 x (10 + 30) =  80,  receives  20 x (4 + 1) = 100
+    rank 2 sends      1 x (10 + 20) =  30,  receives  30 x (4 + 2) = 180
+    the exchange      ends when 200 bytes have passed the inner port of rank 0
+
+Dimension key: B assignments, D ranks, K groups, N node slices, S sites, P pairs of sites (see `grouping`);
+a leading 2 is tokens and bytes, in this order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_hetero.common.arrays import Floats
+from ds_hetero.cost.terms.grouping import Grouping
+
+
+def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Floats:
+    """Transfer time of one all-to-all in every group, without latency, ``[B, K]``.
+
+    Args:
+        tokens_BD: s, tokens of every rank.
+        bytes_BD: w, bytes per token that every rank receives for its heads.
+    """
+    slice_D = grouping.node_slices.part_of
+    amount_2BD = np.array([tokens_BD, bytes_BD])
+    amount_2BN = grouping.node_slices.reduce(np.add, amount_2BD)
+    # A rank sends its tokens to others' bytes, and receives others' tokens for its bytes: what it has of one, times
+    # what the others have of the other one. [::-1] makes bytes and tokens of tokens and bytes.
+    others_on_node_2BD = amount_2BN[::-1, :, slice_D] - amount_2BD[::-1]
+    inside_2BD = amount_2BD * others_on_node_2BD
+    port_s_BD = inside_2BD.max(axis=0) * grouping.inner_s_per_byte
+    some_group_spans_nodes = len(grouping.slice_node) > grouping.num_groups
+    if some_group_spans_nodes:
+        outside_s_2BD = amount_2BD * _other_nodes_s_per_unit(grouping, amount_2BN[::-1])[..., slice_D]
+        np.maximum(port_s_BD, outside_s_2BD.max(axis=0), out=port_s_BD)
+    time_BK = grouping.by_group(np.maximum, port_s_BD)
+    if grouping.cluster.shares_ports:
+        kept_BN = grouping.node_slices.reduce(np.add, tokens_BD * bytes_BD)
+        time_BK = np.maximum(time_BK, _shared_ports_s(grouping, *amount_2BN, kept_BN))
+    return time_BK
+
+
+def _other_nodes_s_per_unit(grouping: Grouping, amount_N: Floats) -> Floats:
+    """What a slice's group has in its other slices, times the seconds per byte to get there, ``[..., N]``.
+
+    Of slices a, b and c on nodes of three places: ``amount[b] * s_per_byte[a, b] + amount[c] * s_per_byte[a, c]`` for
+    a. Slices of one place are summed up first, so that 32 equal nodes are one site and not 992 pairs.
+    """
+    source_P, destination_P, _, _ = grouping.site_pairs
+    rates = grouping.all_to_all_rates
+    amount_S = grouping.sites.reduce(np.add, amount_N)
+    weighted_P = amount_S[..., destination_P] * rates.pair_s_per_byte
+    weighted_S = np.zeros_like(amount_S)
+    weighted_S[..., source_P[rates.first_pair]] = np.add.reduceat(weighted_P, rates.first_pair, axis=-1)
+    # The pair of a site with itself has counted the slice's own amount.
+    return np.asarray(weighted_S[..., grouping.sites.part_of] - rates.within_s_per_byte * amount_N)
+
+
+def _shared_ports_s(grouping: Grouping, tokens_BN: Floats, bytes_BN: Floats, kept_BN: Floats) -> Floats:
+    """Time of an exchange at the NICs and switches that ranks of a node share, ``[B, K]``.
+
+    All groups exchange at once, so the bytes of all slices of a node add up; a group waits for the ports that it uses.
+
+    Args:
+        kept_BN: tokens times bytes of every rank, which do not leave it.
+    """
+    cluster, group_N, node_N = grouping.cluster, grouping.slice_group, grouping.slice_node
+    group_tokens_BN = np.add.reduceat(tokens_BN, grouping.first_slice, axis=1)[:, group_N]
+    group_bytes_BN = np.add.reduceat(bytes_BN, grouping.first_slice, axis=1)[:, group_N]
+    out_BN = tokens_BN * (group_bytes_BN - bytes_BN)
+    into_BN = bytes_BN * (group_tokens_BN - tokens_BN)
+    inside_BN = tokens_BN * bytes_BN - kept_BN
+    nic_bytes = np.maximum(grouping.by_node(np.add, out_BN), grouping.by_node(np.add, into_BN))  # [B, nodes]
+    nic_s = nic_bytes / cluster.nic_bytes_per_s
+    switch_s = grouping.by_node(np.add, inside_BN) / cluster.switch_bytes_per_s
+    nic_s_BN = np.where(out_BN + into_BN > 0, nic_s[:, node_N], 0.0)
+    switch_s_BN = np.where(inside_BN > 0, switch_s[:, node_N], 0.0)
+    time_BN = np.maximum(nic_s_BN, switch_s_BN)
+    return np.asarray(np.maximum.reduceat(time_BN, grouping.first_slice, axis=1))

@@ -1,0 +1,80 @@
+"""Model states under ZeRO: weights, gradients and optimizer state that every rank keeps, or saves.
+
+Dimension key: D ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_hetero.cluster.topology import Cluster
+from ds_hetero.common.arrays import Floats
+from ds_hetero.cost.terms.memory_parts import MemoryParts
+from ds_hetero.cost.terms.trained import trained_parameters, weight_bytes
+from ds_hetero.cost.workload import Workload
+from ds_hetero.models.shapes import ModelSpec
+
+
+def static_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> Floats:
+    """Parameters, gradients and optimizer state that every rank keeps, ``[D]``.
+
+    ZeRO (arXiv:1910.02054, section 3): stage 1 partitions the optimizer state, stage 2 the gradients too, stage 3 the
+    parameters too, each over all ranks of all replicas; see `owned_share_D`.
+    """
+    return np.asarray(sum(state_bytes(model, workload, cluster).values()))
+
+
+def state_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> dict[str, Floats]:
+    """The parts of `static_bytes`: ``optimizer_state``, ``gradients`` and ``weights``, each ``[D]``."""
+    share_D, whole_D = owned_share_D(workload, cluster), np.ones(cluster.num_ranks)
+    return {
+        name: np.asarray(size * (share_D if stage <= workload.zero_stage else whole_D))
+        for name, stage, size in _bytes_from_stage(model, workload)
+    }
+
+
+def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
+    """Bytes of one copy of the model states that ZeRO partitions over all ranks, as far as they are on devices."""
+    return sum(size for _, stage, size in _bytes_from_stage(model, workload) if stage <= workload.zero_stage)
+
+
+def partitioned_parts(parts: MemoryParts, workload: Workload) -> Floats:
+    """Bytes of partitions on a rank at a moment, which is more where it owns more, ``[D]``."""
+    states = (("optimizer_state", 1), ("gradients", 2), ("weights", 3))
+    names = [name for name, stage in (*states, ("step", 1)) if stage <= workload.zero_stage]
+    return np.asarray(sum(getattr(parts, name) for name in names))
+
+
+def owned_share_D(workload: Workload, cluster: Cluster) -> Floats:
+    """Share of what ZeRO partitions that every rank of a replica owns, ``[D]``; of every node's with ``zero_within``.
+
+    ``zero_weights`` are the shares of one replica's ranks; left out, all are equal.
+    """
+    weights_D = np.ones(cluster.num_ranks) if workload.zero_weights is None else np.array(workload.zero_weights)
+    total_D = weights_D.sum() * workload.data_parallel
+    if workload.zero_within:
+        total_D = np.bincount(cluster.node_of_rank, weights=weights_D)[cluster.node_of_rank]
+    return np.asarray(weights_D / total_D)
+
+
+def _bytes_from_stage(model: ModelSpec, workload: Workload) -> tuple[tuple[str, int, float], ...]:
+    """Model states by name, the ZeRO stage from which they are partitioned, and their bytes in all."""
+    trained = trained_parameters(model, workload)
+    return (
+        ("optimizer_state", 1, 0.0 if workload.offload_optimizer else trained * workload.optimizer_bytes),
+        ("gradients", 2, trained * workload.gradient_bytes),
+        ("weights", 3, 0.0 if workload.offload_parameters else weight_bytes(model, workload)),
+    )
+
+
+def saved_bytes(cluster: Cluster, model: ModelSpec, work: Workload) -> Floats:
+    """Bytes of every rank's part of a save of an elastic job, ``[D]``: what it owns, and rank 0 the trained parameters.
+
+    Measured parts (tests/integration/elastic/test_saved.py) are this, and some 60 KB.
+    """
+    trained = trained_parameters(model, work)
+    owned_D = owned_share_D(work, cluster) * trained * work.optimizer_bytes if work.zero_stage else 0.0
+    bytes_D = np.zeros(cluster.num_ranks) + owned_D
+    if work.zero_stage < 3:
+        bytes_D[0] += trained * (work.element_bytes + (0 if work.zero_stage else work.optimizer_bytes))
+    return bytes_D
