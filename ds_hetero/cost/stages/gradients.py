@@ -19,9 +19,9 @@ wire and 4 where sums are kept:
 Dimension key: N nodes, Q places of nodes in the network, J parts of stages of all pipelines, L layers with the
 embedding before and the head after them.
 
-**Memory** of a device is told moment by moment, from the same layers as a job without pipelines. Under 1F1B gradients
+**Memory** of a device is told phase by phase, from the same layers as a job without pipelines. Under 1F1B gradients
 of a micro-batch come while its activations go, and `AsymmetricGradientSync` takes them away during the last backward of
-a step. So these moments are told apart:
+a step. These are the phases:
 
     full     most micro-batches are in flight, and gradients of others have come if there are more of them
     drained  there were no more: of those in flight the first has gone backward, and gradients of it have come
@@ -252,48 +252,48 @@ class CalibratedStageMemory(StageMemory):
     @property
     def kept_bytes(self) -> float:
         """Activations of a layer of one micro-batch in flight."""
-        return float(self.layer.given if self.workload.activation_checkpointing else self.layer.kept)
+        return float(self.layer.input_bytes if self.workload.activation_checkpointing else self.layer.saved_bytes)
 
     def peak_bytes(
         self, layers: Bytes, first: bool, last: bool, in_flight: Bytes, micro_batches: int | None = None
     ) -> Floats:
         """See `StageMemory.peak_bytes`."""
-        return peak_bytes(self.moments(layers, first, last, in_flight, micro_batches))
+        return peak_bytes(self.phases(layers, first, last, in_flight, micro_batches))
 
-    def moments(
+    def phases(
         self, layers: Bytes, first: bool, last: bool, in_flight: Bytes, micro_batches: int | None = None
     ) -> dict[str, MemoryParts]:
-        """Return the parts at every moment. The arguments are those of `peak_bytes`."""
+        """Return the parts in every phase. The arguments are those of `peak_bytes`."""
         work, layer, ends = self.workload, self.layer, first + last
         parameters = layers * self.of_layer.parameters + ends * self.of_end.parameters
         owned = layers * self.of_layer.owned + ends * self.of_end.owned
         gradients, wire = GRADIENT_SUM_BYTES * parameters, work.element_bytes * parameters
         bucket = np.minimum(work.buffers.sync_bytes(work.element_bytes), wire)
-        passing = layer.given * (0 if last else 1)  # the output of a micro-batch in flight, until it has gone backward
+        output = 0 if last else layer.input_bytes  # of a micro-batch in flight, until its backward is done
         kept = layers * self.kept_bytes
         resting = MemoryParts(
             weights=wire,
             optimizer_state=work.optimizer_bytes * owned,
-            exchange_buffers=2 * layer.given * (2 - ends),  # an input and an output of each neighbour
+            exchange_buffers=2 * layer.input_bytes * (2 - ends),  # an input and an output of each neighbour
         )
 
         def backward(name: str, number: Bytes, gradients: Bytes, bucket: Bytes = 0.0) -> dict[str, MemoryParts]:
-            on_device = layer.given if work.offload_activations else number * kept
-            always = resting._replace(activations=on_device + number * passing, gradients=gradients, bucket=bucket)
-            moments = backward_phases(always, layer, self.logits * last, checkpointed=work.activation_checkpointing)
-            return {f"{name}, {moment}": parts for moment, parts in moments.items()}
+            on_device = layer.input_bytes if work.offload_activations else number * kept
+            always = resting._replace(activations=on_device + number * output, gradients=gradients, bucket=bucket)
+            phases = backward_phases(always, layer, self.logits * last, checkpointed=work.activation_checkpointing)
+            return {f"{name}, {phase}": parts for phase, parts in phases.items()}
 
         if micro_batches is None or np.all(micro_batches > in_flight):
-            moments = backward("full", in_flight, gradients)
+            phases = backward("full", in_flight, gradients)
         else:
             number = np.minimum(in_flight, micro_batches)
-            moments = backward("full", number, 0.0) | backward("drained", number - 1, np.sign(number - 1) * gradients)
+            phases = backward("full", number, 0.0) | backward("drained", number - 1, np.sign(number - 1) * gradients)
         last_one = backward("last", 1, gradients if micro_batches != 1 else 0.0, bucket)
         del last_one["last, loss"]  # which is over before the bucket is made
-        moments |= last_one
+        phases |= last_one
         if self.holders > 1:
             of_bucket = GRADIENT_SUM_BYTES / work.element_bytes * bucket / self.holders
-            moments["sent"] = resting._replace(bucket=2 * wire, step=of_bucket)
+            phases["sent"] = resting._replace(bucket=2 * wire, step=of_bucket)
         temporary = work.buffers.optimizer_bytes * self.largest
-        moments["step"] = resting._replace(step=GRADIENT_SUM_BYTES * owned + temporary)
-        return moments
+        phases["step"] = resting._replace(step=GRADIENT_SUM_BYTES * owned + temporary)
+        return phases

@@ -48,7 +48,8 @@ def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Float
     time_BK = grouping.by_group(np.maximum, port_s_BD)
     if grouping.cluster.shares_ports:
         kept_BN = grouping.node_slices.reduce(np.add, tokens_BD * bytes_BD)
-        time_BK = np.maximum(time_BK, _shared_ports_s(grouping, *amount_2BN, kept_BN))
+        tokens_BN, bytes_BN = amount_2BN
+        time_BK = np.maximum(time_BK, _shared_ports_s(grouping, tokens_BN, bytes_BN, kept_BN))
     return time_BK
 
 

@@ -15,18 +15,16 @@ from ds_hetero.cost.terms.trained import trained_parameters, weight_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
+# Share of a host's memory that offloads can use: ALST's longest sequences (arXiv:2506.13996) end where checkpoints and
+# optimizer state take 1.1 to 1.5 TB of 1.9. The rest is the system's, the data loaders', and copies under way.
 USABLE_HOST_FRACTION = 0.68
-"""Share of a host's memory that offloads can use: ALST's longest sequences (arXiv:2506.13996) end where checkpoints
-and optimizer state take 1.1 to 1.5 TB of 1.9. The rest is the system's, the data
-loaders', and copies of what is under way."""
 
 
 def host_bytes_of_nodes(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D: Floats) -> Floats:
-    """Bytes on the host of every node, of devices whose memory is another one, ``[nodes]``."""
+    """Offloaded bytes on the host of every node, ``[nodes]``; none of devices that share the host's memory."""
     bytes_D = np.where(cluster.shares_host_memory, 0.0, _offloaded(cluster, model, work, tokens_D).total)
-    return np.asarray(
-        np.bincount(cluster.node_of_rank, weights=bytes_D, minlength=len(cluster.nodes)), dtype=np.float64
-    )
+    of_node = np.bincount(cluster.node_of_rank, weights=bytes_D, minlength=len(cluster.nodes))
+    return np.asarray(of_node, dtype=np.float64)
 
 
 def stays_on_device(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D: Floats) -> MemoryParts:
@@ -39,13 +37,18 @@ def stays_on_device(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D
 
 def _offloaded(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D: Floats) -> MemoryParts:
     """Bytes that offloads move: checkpoints of all layers; optimizer state with gradients; parameters."""
-    share_D = owned_share_D(work, cluster)
-    checkpoint = model.num_layers * model.hidden_size * work.element_bytes * work.micro_batch
-    is_kept = work.activation_checkpointing and work.offload_activations
-    per_parameter = (work.optimizer_bytes + work.gradient_bytes) if work.offload_optimizer else 0
-    held = weight_bytes(model, work) if work.offload_parameters else 0.0
+    owned_D = owned_share_D(work, cluster)
+    activations_D: Floats | float = 0.0
+    if work.activation_checkpointing and work.offload_activations:
+        bytes_per_token = model.num_layers * model.hidden_size * work.element_bytes * work.micro_batch
+        activations_D = tokens_D * bytes_per_token
+    bytes_per_parameter = 0.0
+    if work.offload_optimizer:
+        bytes_per_parameter = work.optimizer_bytes + work.gradient_bytes
+    all_weights = weight_bytes(model, work) if work.offload_parameters else 0.0
+    held_D = owned_D if work.zero_stage == 3 else np.ones_like(owned_D)
     return MemoryParts(
-        activations=tokens_D * checkpoint if is_kept else 0.0,
-        optimizer_state=share_D * trained_parameters(model, work) * per_parameter,
-        weights=held * (share_D if work.zero_stage == 3 else np.ones_like(share_D)),
+        activations=activations_D,
+        optimizer_state=owned_D * trained_parameters(model, work) * bytes_per_parameter,
+        weights=all_weights * held_D,
     )

@@ -20,11 +20,11 @@ from ds_hetero.cost.terms.memory_parts import Bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 
-LOGIT_TILE_TOKENS = 1024  # tokens of one tile of a tiled loss, where nobody says its size
+LOGIT_TILE_TOKENS = 1024  # of a tiled loss where nobody says its size; chosen, never measured
 LOSS_CHUNK_TOKENS = 1024  # whose softmax exists in fp32 at once, of `ds_hetero.runtime.loss`
-MLP_TILE_TOKENS = 4096  # tokens of one tile of a tiled MLP, likewise
+MLP_TILE_TOKENS = 4096  # of a tiled MLP; what `fit` advises for "tile_tokens"; chosen, never measured
 WIDE = 4  # bytes of fp32
-_NORM_COPIES = 5  # of the tokens in fp32, in the backward of transformers' RMSNorm
+_NORM_COPIES = 5  # of the tokens in fp32, in the backward of transformers' RMSNorm: python -m benchmarks.fake_gpu peaks
 
 
 class LayerShare(NamedTuple):
@@ -42,7 +42,7 @@ class LayerShare(NamedTuple):
     visiting: Bytes = 0.0  # of the longest block of keys that visits
     in_ring: bool = False  # whether any do
     copied: Bytes = 0.0  # 1 where attention's output is copied on its way to its projection, as an exchange does
-    cut: int = 1  # ranks that cut products by heads and columns; norms and residuals are whole on every one
+    cut: int = 1  # ranks that cut matmuls by heads and columns; norms and residuals are whole on every one
 
     @classmethod
     def of_sequence(
@@ -52,7 +52,8 @@ class LayerShare(NamedTuple):
         batch = workload.micro_batch
         length_K = grouping.by_group(np.add, tokens_D)
         length_D = batch * length_K[..., grouping.group_of]
-        kv_D = kv_heads_of_ranks(grouping, np.atleast_2d(heads_D), model.queries_per_kv_head).reshape(heads_D.shape)
+        kv_BD = kv_heads_of_ranks(grouping, np.atleast_2d(heads_D), model.queries_per_kv_head)
+        kv_D = kv_BD.reshape(heads_D.shape)
         visited_K = _last_visible(grouping, length_K, workload.causal)
         return cls(
             tokens=batch * tokens_D,
@@ -81,14 +82,14 @@ class LayerShare(NamedTuple):
 class LayerMemory(NamedTuple):
     """Bytes of a layer, by rank ``[D]``; of layers of several kinds, of the one that needs the most."""
 
-    given: Bytes  # its input
-    kept: Bytes  # what its backward needs
-    of_mlp: Bytes  # the MLP's part of that
-    made: Bytes  # what the backward of its MLP makes beside what is kept, or of the norm before it
-    matrix: Bytes  # gradient of one of the MLP's matrices
-    ring_buffers: Bytes  # keys and values that visit, their gradients, partial results
-    exchange_buffers: Bytes  # what is packed for the exchange of heads
-    kept_by_all: Bytes  # what the backwards of all layers of the model need
+    input_bytes: Bytes
+    saved_bytes: Bytes  # that its backward needs
+    mlp_saved_bytes: Bytes  # the MLP's part of that
+    mlp_grad_bytes: Bytes  # what the backward of its MLP makes beyond what is saved, or of the norm before it
+    weight_grad_bytes: Bytes  # of one of the MLP's matrices
+    ring_buffers: Bytes  # visiting keys and values, their gradients, partial results
+    exchange_buffers: Bytes  # packed for the all-to-all
+    all_layers_saved_bytes: Bytes  # that the backwards of all layers of the model need
 
     def mapped(self, function: Callable[[Bytes], float]) -> LayerMemory:
         """Return numbers of one rank, each by a function of the numbers of all."""
@@ -96,56 +97,100 @@ class LayerMemory(NamedTuple):
 
 
 def layer_memory(model: ModelSpec, workload: Workload, share: LayerShare) -> LayerMemory:
-    """Return what autograd keeps of a decoder layer of transformers, and what its backward makes.
+    """Return what autograd saves of a decoder layer of transformers, and what its backward makes.
 
-    Both norms keep their input in fp32, the normalized tokens and their output; the projection of attention its
+    Both norms save their input in fp32, the normalized tokens and their output; the projection of attention its
     input; a gated MLP gate, activated gate, up and their product, a plain one both sides of its activation; experts
-    also what goes into them and comes out, once for each that a token uses. Attention keeps q, k, v, its output and its
-    log-sum-exp; in a ring also the keys and values that visited last. A tiled MLP keeps its input alone, which is its
-    norm's output. Beside frozen weights normalized tokens are for no gradient and go; every adapter keeps its narrow
-    tokens and its product's input, which has no other use there.
+    also their inputs and outputs, once for each expert that a token uses. Attention saves q, k, v, its output and its
+    log-sum-exp; in a ring also the keys and values that visited last. A tiled MLP saves its input alone, which is its
+    norm's output. With frozen weights no gradient needs normalized tokens, and they go; every adapter saves its narrow
+    tokens and its matmul's input, which has no other use there.
 
     The backward of an MLP makes gradients of its inner activations and of one of its matrices, in tiles of all. The
-    backward of the norm before a tiled one keeps its input, and makes five copies of the tokens in fp32.
+    backward of the norm before a tiled one saves its input, and makes five copies of the tokens in fp32.
 
         ring_buffers       two visiting KV blocks, two fp32 dK/dV blocks, fp32 partial results
-        exchange_buffers   packed q, k, v of the all-to-all, or what goes into a scan
+        exchange_buffers   packed q, k, v of the all-to-all, or the inputs of a scan
     """
     element, hidden, head_dim = workload.element_bytes, model.hidden_size, model.head_dim
     tokens = share.tokens
-    mlp = (model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size) / share.cut
-    adapted, products = element * workload.adapter_rank, (3 if model.gated_mlp else 2) * max(model.experts_per_token, 1)
-    norm = (WIDE + (1 if adapted else 2) * element) * hidden
-    inner = element * (4 if model.gated_mlp else 2) * mlp
-    if workload.selective_checkpointing:  # norms and activations are computed again
-        norm = element * hidden
-    if workload.selective_checkpointing or workload.fused_kernels:
-        inner = element * (2 if model.gated_mlp else 1) * mlp
-    routed = 2 * element * model.experts_per_token * hidden
-    inner += routed
-    of_mlp = norm + (0 if workload.tiled_mlp else inner + products * adapted)
-    projected = element * model.num_heads / share.cut * head_dim * share.copied
-    exchanged = element * head_dim * (2 * share.rows + 2 * share.kv_rows + 2 * share.visited) + WIDE * share.rows
-    attention = tokens * (norm + of_mlp + projected + 4 * adapted) + exchanged
-    kept, by_all = _joined(model, attention, tokens * (norm + of_mlp + _recurrent_bytes(model, element)))
-    matrix = 0 if adapted else element * hidden * model.mlp_size * max(model.num_experts, 1) / share.cut
-    made = element * tokens * (2 * mlp + hidden) + np.maximum(tokens * routed, matrix)
-    if workload.tiled_mlp:  # the inner activations of a tile, their gradients, and the gradient of the layer
-        made = share.tokens_at_once * (inner + element * 2 * mlp) + element * tokens * hidden
-        made = made + (4 if model.gated_mlp else 3) * matrix
-        made = np.maximum(made, tokens * (((_NORM_COPIES + 1) * WIDE + element) * hidden - of_mlp))
-    ring = head_dim * (4 * (element + WIDE) * share.visiting + WIDE * share.rows)
+    token = _token_bytes(model, workload, share.cut)
+    projection_input = element * model.num_heads / share.cut * head_dim * share.copied
+    qkv_and_output = element * head_dim * (2 * share.rows + 2 * share.kv_rows + 2 * share.visited)
+    log_sum_exp = WIDE * share.rows
+    attention_tokens = tokens * (token.norm + token.mlp_saved + projection_input + 4 * token.adapter)
+    attention_layer = attention_tokens + (qkv_and_output + log_sum_exp)
+    recurrent_layer = tokens * (token.norm + token.mlp_saved + _recurrent_bytes(model, element))
+    saved, all_layers_saved = _largest_and_all(model, attention_layer, recurrent_layer)
+
+    weight_grad: float = 0
+    if not token.adapter:
+        weight_grad = element * hidden * model.mlp_size * max(model.num_experts, 1) / share.cut
+    if workload.tiled_mlp:
+        mlp_grad = _tiled_mlp_grad_bytes(model, workload, share, token, weight_grad)
+    else:
+        inner_grads = element * tokens * (2 * token.mlp_width + hidden)
+        mlp_grad = inner_grads + np.maximum(tokens * token.routed, weight_grad)
+
+    kv_blocks = 4 * (element + WIDE) * share.visiting
+    partial_results = WIDE * share.rows
     packed = element * (model.num_heads + 2 * model.num_kv_heads) * head_dim * share.copied
     return LayerMemory(
-        given=element * tokens * hidden,
-        kept=kept,
-        of_mlp=tokens * of_mlp,
-        made=made,
-        matrix=matrix,
-        ring_buffers=ring * share.in_ring,
+        input_bytes=element * tokens * hidden,
+        saved_bytes=saved,
+        mlp_saved_bytes=tokens * token.mlp_saved,
+        mlp_grad_bytes=mlp_grad,
+        weight_grad_bytes=weight_grad,
+        ring_buffers=head_dim * (kv_blocks + partial_results) * share.in_ring,
         exchange_buffers=tokens * np.maximum(packed, _scan_bytes(model, element)),
-        kept_by_all=by_all,
+        all_layers_saved_bytes=all_layers_saved,
     )
+
+
+class _TokenBytes(NamedTuple):
+    """What a layer saves per token of a rank; the width of the MLP is that of the rank."""
+
+    norm: float  # of one norm
+    inner: float  # inside the MLP, and the inputs and outputs of its experts
+    routed: float  # of the experts alone
+    mlp_saved: float  # the MLP and its norm
+    adapter: float  # narrow tokens of one adapter; 0 without adapters
+    mlp_width: float  # elements, of all experts that a token uses
+
+
+def _token_bytes(model: ModelSpec, workload: Workload, cut: int) -> _TokenBytes:
+    element, hidden = workload.element_bytes, model.hidden_size
+    mlp_width = (model.mlp_size * max(model.experts_per_token, 1) + model.shared_mlp_size) / cut
+    adapter = element * workload.adapter_rank
+    num_mlp_matmuls = (3 if model.gated_mlp else 2) * max(model.experts_per_token, 1)
+    norm = (WIDE + (1 if adapter else 2) * element) * hidden
+    if workload.selective_checkpointing:  # computed again, from its input
+        norm = element * hidden
+    recomputes_activation = workload.selective_checkpointing or workload.fused_kernels
+    if recomputes_activation:
+        inner_widths = 2 if model.gated_mlp else 1
+    else:
+        inner_widths = 4 if model.gated_mlp else 2
+    inner = element * inner_widths * mlp_width
+    routed = 2 * element * model.experts_per_token * hidden
+    inner += routed
+    mlp_saved = norm
+    if not workload.tiled_mlp:
+        mlp_saved = norm + (inner + num_mlp_matmuls * adapter)
+    return _TokenBytes(norm, inner, routed, mlp_saved, adapter, mlp_width)
+
+
+def _tiled_mlp_grad_bytes(
+    model: ModelSpec, workload: Workload, share: LayerShare, token: _TokenBytes, weight_grad: float
+) -> Bytes:
+    """What the backward of a tiled MLP makes, or that of the norm before it, whichever is more."""
+    element, hidden = workload.element_bytes, model.hidden_size
+    inner_of_tile = share.tokens_at_once * (token.inner + element * 2 * token.mlp_width)
+    of_tiles = inner_of_tile + element * share.tokens * hidden
+    # A gradient of each matrix, summed over tiles, and the one of the tile that is added.
+    of_tiles = of_tiles + (4 if model.gated_mlp else 3) * weight_grad
+    of_norm = share.tokens * (((_NORM_COPIES + 1) * WIDE + element) * hidden - token.mlp_saved)
+    return np.maximum(of_tiles, of_norm)
 
 
 def logit_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floats:
@@ -186,14 +231,20 @@ def mlp_tokens(workload: Workload, tokens_D: Floats) -> Floats:
 
 
 def _at_once(workload: Workload, tokens_D: Floats, usual: int | None) -> Floats:
-    """All tokens without tiles; else those of a tile, of which all ranks have as many as the one with most tokens."""
+    """All tokens without tiles; else those of a tile, of which all ranks have as many as the one with most tokens.
+
+    Ranks of 5,000 and 3,000 tokens with tiles of 2,048: three tiles on each, of 1,667 and 1,000 tokens.
+
+    Args:
+        usual: tokens of a tile where the workload says none; None without tiles.
+    """
     tokens = workload.micro_batch * tokens_D
     if usual is None:
         return tokens
     if workload.tile_tokens is None:
         return np.minimum(tokens, usual)
-    count = np.maximum(np.ceil(tokens_D.max(axis=-1, keepdims=True) / workload.tile_tokens), 1)
-    return np.asarray(workload.micro_batch * np.ceil(tokens_D / count))
+    num_tiles = np.maximum(np.ceil(tokens_D.max(axis=-1, keepdims=True) / workload.tile_tokens), 1)
+    return np.asarray(workload.micro_batch * np.ceil(tokens_D / num_tiles))
 
 
 def _last_visible(grouping: Grouping, length_K: Floats, causal: bool) -> Floats:
@@ -205,11 +256,15 @@ def _last_visible(grouping: Grouping, length_K: Floats, causal: bool) -> Floats:
     num_groups = grouping.num_groups
     if num_groups == 1:
         return np.zeros_like(length_K)
-    seen_K = np.ones(num_groups)
-    if causal:
-        is_last_K = np.arange(num_groups) == num_groups - 1
-        seen_K = np.where(is_last_K, 0.5, 1.0) if grouping.zigzag else np.where(is_last_K, 1.0, 0.0)
-    return np.asarray(length_K.take(np.arange(1, num_groups + 1) % num_groups, axis=-1) * seen_K)
+    is_last_K = np.arange(num_groups) == num_groups - 1
+    if not causal:
+        seen_K = np.ones(num_groups)
+    elif grouping.zigzag:
+        seen_K = np.where(is_last_K, 0.5, 1.0)
+    else:
+        seen_K = np.where(is_last_K, 1.0, 0.0)
+    next_K = np.arange(1, num_groups + 1) % num_groups
+    return np.asarray(length_K.take(next_K, axis=-1) * seen_K)
 
 
 def _scan_bytes(model: ModelSpec, element: int) -> int:
@@ -233,12 +288,13 @@ def _recurrent_bytes(model: ModelSpec, element: int) -> int:
     return element * (2 * layers.conv_channels + 3 * layers.inner_size) + _scan_bytes(model, element)
 
 
-def _joined(model: ModelSpec, attention: Floats, recurrent: Floats) -> tuple[Floats, Floats]:
+def _largest_and_all(model: ModelSpec, attention: Floats, recurrent: Floats) -> tuple[Floats, Floats]:
     """Bytes of the largest layer, and of all layers, from those of one of each kind, ``[D]``."""
     layers = model.recurrent
     if layers is None:
         return attention, model.num_layers * attention
     of_all = layers.num_attention_layers * attention + layers.num_layers * recurrent
-    if layers.num_attention_layers + layers.num_layers > layers.num_model_layers:  # a layer may hold both
+    some_layer_has_both = layers.num_attention_layers + layers.num_layers > layers.num_model_layers
+    if some_layer_has_both:
         return attention + recurrent, of_all
     return np.maximum(attention * bool(layers.num_attention_layers), recurrent), of_all

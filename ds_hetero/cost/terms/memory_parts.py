@@ -18,7 +18,7 @@ Bytes = Floats | float
 
 
 class MemoryParts(NamedTuple):
-    """Bytes of every rank at a moment, ``[D]``, or a number for all.
+    """Bytes of every rank in a phase, ``[D]``, or a number for all.
 
     Args:
         gradients: what they take beyond the activations that they replace; all of them with accumulation or ZeRO-3.
@@ -27,13 +27,13 @@ class MemoryParts(NamedTuple):
     weights: Bytes = 0.0  # parameters that stay on the rank
     optimizer_state: Bytes = 0.0  # master weights and moments
     gradients: Bytes = 0.0
-    gathered: Bytes = 0.0  # ZeRO-3's parameters that stay gathered, and at the loss those that arrive
+    gathered: Bytes = 0.0  # parameters that ZeRO-3 has gathered
     activations: Bytes = 0.0  # per layer its input if checkpointed, else all that its backward needs
     layer: Bytes = 0.0  # what one layer's backward needs, if checkpointed, and what its MLP's backward makes
-    ring_buffers: Bytes = 0.0  # keys and values that visit, their gradients, partial results
-    exchange_buffers: Bytes = 0.0  # what is packed for an exchange, and activations between stages
+    ring_buffers: Bytes = 0.0  # visiting keys and values, their gradients, partial results
+    exchange_buffers: Bytes = 0.0  # packed for an all-to-all, and activations between stages
     logits: Bytes = 0.0  # of a tile, or of all tokens
-    bucket: Bytes = 0.0  # gradients under way
+    bucket: Bytes = 0.0  # gradients that are being reduced
     step: Bytes = 0.0  # gradients of the rank's own part in fp32, and the optimizer's temporaries
 
     def items(self) -> Iterator[tuple[str, Bytes]]:
@@ -48,28 +48,31 @@ class MemoryParts(NamedTuple):
     @property
     def total(self) -> Floats:
         """All parts."""
-        return np.asarray(sum([size for size in self if not (isinstance(size, float) and size == 0)]))
+        sizes = [size for size in self if not (isinstance(size, float) and size == 0)]
+        return np.asarray(sum(sizes))
 
 
 PARTS = MemoryParts._fields
 Phases = Mapping[str, MemoryParts]
 
 
-def peak_bytes(moments: Phases) -> Floats:
-    """Bytes of every rank at its largest moment; leading dimensions are kept."""
-    peak, *others = (parts.total for parts in moments.values())
+def peak_bytes(phases: Phases) -> Floats:
+    """Bytes of every rank in its largest phase; leading dimensions are kept."""
+    peak, *others = (parts.total for parts in phases.values())
     for other in others:
         peak = np.maximum(peak, other)
     return peak
 
 
-def peak_parts(moments: Phases) -> MemoryParts:
-    """The parts of the moment that needs the most, rank by rank; parts of other moments are 0."""
-    totals = np.stack(np.broadcast_arrays(*(parts.total for parts in moments.values())))
-    largest = totals.argmax(axis=0)
-    is_peak_MD = np.arange(len(totals)).reshape(-1, *[1] * largest.ndim) == largest
-    of_part = (
-        np.array([np.broadcast_to(size, largest.shape) for size in sizes])
-        for sizes in zip(*moments.values(), strict=True)
-    )
-    return MemoryParts(*(np.where(is_peak_MD, size_MD, 0.0).sum(axis=0) for size_MD in of_part))
+def peak_parts(phases: Phases) -> MemoryParts:
+    """The parts of the phase that needs the most, rank by rank; parts of other phases are 0."""
+    totals_MD = np.stack(np.broadcast_arrays(*(parts.total for parts in phases.values())))
+    largest_D = totals_MD.argmax(axis=0)
+    shape = largest_D.shape
+    phase_number = np.arange(len(totals_MD)).reshape(-1, *[1] * largest_D.ndim)
+    is_peak_MD = phase_number == largest_D
+    peak = []
+    for size_by_phase in zip(*phases.values(), strict=True):  # of one part
+        size_MD = np.array([np.broadcast_to(size, shape) for size in size_by_phase])
+        peak.append(np.where(is_peak_MD, size_MD, 0.0).sum(axis=0))
+    return MemoryParts(*peak)

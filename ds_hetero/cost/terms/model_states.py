@@ -26,11 +26,12 @@ def static_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> Floa
 
 def state_bytes(model: ModelSpec, workload: Workload, cluster: Cluster) -> dict[str, Floats]:
     """The parts of `static_bytes`: ``optimizer_state``, ``gradients`` and ``weights``, each ``[D]``."""
-    share_D, whole_D = owned_share_D(workload, cluster), np.ones(cluster.num_ranks)
-    return {
-        name: np.asarray(size * (share_D if stage <= workload.zero_stage else whole_D))
-        for name, stage, size in _bytes_from_stage(model, workload)
-    }
+    owned_D, all_D = owned_share_D(workload, cluster), np.ones(cluster.num_ranks)
+    of_state = {}
+    for name, partitioned_from, size in _bytes_from_stage(model, workload):
+        share_D = owned_D if workload.zero_stage >= partitioned_from else all_D
+        of_state[name] = np.asarray(size * share_D)
+    return of_state
 
 
 def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
@@ -39,9 +40,9 @@ def partitioned_bytes(model: ModelSpec, workload: Workload) -> float:
 
 
 def partitioned_parts(parts: MemoryParts, workload: Workload) -> Floats:
-    """Bytes of partitions on a rank at a moment, which is more where it owns more, ``[D]``."""
-    states = (("optimizer_state", 1), ("gradients", 2), ("weights", 3))
-    names = [name for name, stage in (*states, ("step", 1)) if stage <= workload.zero_stage]
+    """Bytes of partitions on a rank in a phase, which is more where it owns more, ``[D]``."""
+    partitioned_from = {"optimizer_state": 1, "gradients": 2, "weights": 3, "step": 1}
+    names = [name for name, stage in partitioned_from.items() if stage <= workload.zero_stage]
     return np.asarray(sum(getattr(parts, name) for name in names))
 
 
@@ -73,8 +74,10 @@ def saved_bytes(cluster: Cluster, model: ModelSpec, work: Workload) -> Floats:
     Measured parts (tests/integration/elastic/test_saved.py) are this, and some 60 KB.
     """
     trained = trained_parameters(model, work)
-    owned_D = owned_share_D(work, cluster) * trained * work.optimizer_bytes if work.zero_stage else 0.0
-    bytes_D = np.zeros(cluster.num_ranks) + owned_D
+    bytes_D = np.zeros(cluster.num_ranks)
+    if work.zero_stage:
+        bytes_D = bytes_D + owned_share_D(work, cluster) * trained * work.optimizer_bytes
     if work.zero_stage < 3:
-        bytes_D[0] += trained * (work.element_bytes + (0 if work.zero_stage else work.optimizer_bytes))
+        rank_0_optimizer_bytes = 0 if work.zero_stage else work.optimizer_bytes
+        bytes_D[0] += trained * (work.element_bytes + rank_0_optimizer_bytes)
     return bytes_D

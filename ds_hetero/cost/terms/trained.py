@@ -17,7 +17,8 @@ def trained_of_layer(model: ModelSpec, workload: Workload) -> int:
 
 def trained_of_ends(model: ModelSpec, workload: Workload) -> int:
     """Parameters of embedding and head that are trained."""
-    return model.embedding_parameters if not workload.adapter_rank or workload.trains_embedding else 0
+    is_frozen = workload.adapter_rank and not workload.trains_embedding
+    return 0 if is_frozen else model.embedding_parameters
 
 
 def trained_parameters(model: ModelSpec, workload: Workload) -> int:

@@ -209,7 +209,7 @@ def test_the_bucket_that_a_plan_counts_is_the_synchronizers():
     default = inspect.signature(AsymmetricGradientSync.__init__).parameters["bucket_bytes"].default
     assert default == BUCKET_BYTES
     option = CalibratedStageCosts(CLUSTER, MODEL, WORK).stage(0, 1, "one", 1, 1)
-    assert option.memory.moments(1, False, False, 1)["last, mlp"].bucket == BUCKET_BYTES
+    assert option.memory.phases(1, False, False, 1)["last, mlp"].bucket == BUCKET_BYTES
 
 
 @pytest.mark.parametrize(("elements", "bucket"), [(500_000_000, BUCKET_BYTES), (10**6, 2 * 10**6), (0, 0)])
@@ -217,7 +217,7 @@ def test_reduce_bucket_size_is_the_bucket_of_pipelines(elements, bucket):
     """bf16 takes two bytes an element; DeepSpeed's default stands for the synchronizer's own bucket."""
     work = replace(WORK, buffers=Buffers(reduce_bucket=elements))
     option = CalibratedStageCosts(CLUSTER, MODEL, work).stage(0, 1, "one", 1, 1)
-    assert option.memory.moments(1, False, False, 1)["last, mlp"].bucket == bucket
+    assert option.memory.phases(1, False, False, 1)["last, mlp"].bucket == bucket
 
 
 def test_devices_are_pooled_by_node_and_kind():

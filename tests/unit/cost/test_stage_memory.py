@@ -59,7 +59,7 @@ def test_without_further_micro_batches_gradients_come_while_activations_go():
     """Two in flight and two in all: never both of them beside the gradients."""
     costs = CalibratedStageCosts(host_of(2), load_model("llama-3.2-1b"), Workload(seq_len=4096))
     memory = costs.stage(0, 1, "one", 1, 1).memory
-    more, no_more = (memory.moments(8, True, False, 2, micro_batches) for micro_batches in (None, 2))
+    more, no_more = (memory.phases(8, True, False, 2, micro_batches) for micro_batches in (None, 2))
     assert more["full, mlp"].gradients > 0 == no_more["full, mlp"].gradients
     assert no_more["drained, mlp"].gradients == more["full, mlp"].gradients
     assert no_more["drained, mlp"].activations == more["full, mlp"].activations / 2
