@@ -16,11 +16,11 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.exchange import exchange_s
-from ds_hetero.cost.terms.flops import AchievedRates
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.head_cuts import kv_heads_of_ranks
 from ds_hetero.cost.terms.host import checkpoint_copy_s_D, launch_time_factor
 from ds_hetero.cost.terms.layer_memory import MLP_TILE_TOKENS
+from ds_hetero.cost.terms.rates import AchievedRates
 from ds_hetero.cost.terms.ring import RingCoefficients
 from ds_hetero.cost.terms.ring_transfers import ring_transfers_s
 from ds_hetero.cost.terms.trained import restored_bytes

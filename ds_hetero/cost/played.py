@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.cost.terms.flops import COPY_SHARE, AchievedRates
+from ds_hetero.cost.terms.rates import COPY_SHARE, AchievedRates
 from ds_hetero.cost.terms.zero import RingCollective
 from ds_hetero.errors import PlanError
 

@@ -27,9 +27,9 @@ from ds_hetero.common.arrays import Bools, Floats, Ints
 from ds_hetero.cost.model import Span
 from ds_hetero.cost.terms import flops
 from ds_hetero.cost.terms.exchange import exchange_s
-from ds_hetero.cost.terms.flops import AchievedRates
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.host import checkpoint_copy_s_D
+from ds_hetero.cost.terms.rates import AchievedRates
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 

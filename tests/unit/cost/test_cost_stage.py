@@ -12,7 +12,7 @@ from ds_hetero.cost.price import TOO_LONG, Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.stages.gradients import DeviceParameters
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, Pools
-from ds_hetero.cost.terms.flops import AchievedRates
+from ds_hetero.cost.terms.rates import AchievedRates
 from ds_hetero.cost.workload import BUCKET_BYTES, Buffers, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.gradient_sync import AsymmetricGradientSync
