@@ -41,7 +41,8 @@ from ds_hetero.planner import make_problem, plan
 from ds_hetero.planner.exact import solve_exact
 from ds_hetero.planner.planned import Baselines
 from ds_hetero.planner.published.hexiseq import algorithm_1
-from ds_hetero.planner.search.problem import EvaluationBudget, Problem
+from ds_hetero.planner.search.budget import EvaluationBudget
+from ds_hetero.planner.search.problem import Problem
 from ds_hetero.planner.search.search import search
 from ds_hetero.values.schedule import Schedule
 

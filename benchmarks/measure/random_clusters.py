@@ -18,7 +18,7 @@ from typing import Any
 from ds_hetero.cluster import Cluster, cluster_from_dict
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.search.closed_forms import has_room
+from ds_hetero.planner.search.memory_fit import has_room
 
 TOKEN_UNITS = {2: 24, 3: 24, 4: 24, 5: 12, 6: 10, 7: 8, 8: 8}  # into which the sequence is cut, by number of devices
 HEADS = {2: (4, 8), 3: (4, 8), 4: (4, 8), 5: (4, 6), 6: (4, 4), 7: (4, 4), 8: (4, 4)}  # fewest and most

@@ -20,7 +20,7 @@ import numpy as np
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.terms.head_cuts import kv_heads_of_ranks
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.search.partitions import distinct_partitions, interchangeable
+from ds_hetero.planner.search.interchangeable import distinct_partitions, interchangeable
 from ds_hetero.planner.search.problem import Assignment, Problem
 
 MAX_RANKS = 8

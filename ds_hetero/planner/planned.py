@@ -20,7 +20,7 @@ from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.model import CostModel, Prediction
 from ds_hetero.cost.price import Objective, Price, price_of
 from ds_hetero.cost.terms.memory_parts import MemoryParts
-from ds_hetero.planner.search.closed_forms import longest_of_assignment
+from ds_hetero.planner.search.memory_fit import longest_of_assignment
 from ds_hetero.values.baselines import COMPARED, all_baselines
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import Schedule

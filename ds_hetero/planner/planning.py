@@ -41,8 +41,9 @@ from ds_hetero.planner.planned import (
     fastest,
     idle_ranks,
 )
+from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
-from ds_hetero.planner.search.problem import EvaluationBudget, Problem
+from ds_hetero.planner.search.problem import Problem
 from ds_hetero.planner.search.search import first_look, search
 from ds_hetero.values.baselines import COMPARED, STRATEGIES, even, proportional
 from ds_hetero.values.plans import Plan

@@ -22,7 +22,7 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planned import Baselines, ScheduleCandidate, fastest
 from ds_hetero.planner.planning import searched_candidates, strategy
-from ds_hetero.planner.search.closed_forms import fits_somehow
+from ds_hetero.planner.search.memory_fit import fits_somehow
 from ds_hetero.values.schedule import Schedule
 
 

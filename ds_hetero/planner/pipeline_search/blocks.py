@@ -15,8 +15,8 @@ from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.cost.stages.stage import DeviceBlock, Pool, Pools, StageCosts, StageOption
+from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
-from ds_hetero.planner.search.problem import EvaluationBudget
 from ds_hetero.planner.search.search import search
 from ds_hetero.values.schedule import Schedule
 

@@ -1,22 +1,13 @@
 """The search problem: everything that the search may use, as arrays by canonical rank (see `canonical`).
 
-Dimension key: D ranks (canonical), K groups, M nodes.
-
-How much the search may evaluate: a count, not a clock, so that every machine finds the same plan.
-
-One evaluation costs about as much as the ranks it sums over plus the ring's recurrence over pairs of groups; the
-weights are those of the cost models of this package in numpy.
-
-The few assignments that go on to the next stage of a search, and the time that another one has to undercut.
+Dimension key: B assignments, D ranks (canonical), K groups, M nodes.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +17,14 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.shares import whole_shares
 
-KEPT_RANKS = 128  # ranks up to which groupings are kept
-LEAST_GAIN = 1e-9  # relative; what another order of the groups must save
-FIRST_ROWS, MORE_ROWS = 32, 8  # whose memory is looked at first, and how many times as many after these
+KEPT_RANKS = 128  # ranks up to which groupings are kept, whose tables take memory; chosen, never measured
+LEAST_ORDER_GAIN = 1e-9  # of the time, that another order of the groups must save; less is rounding
+# Memory is looked at for so many rows first, and for so many times as many after these. Chosen, never measured.
+_FIRST_ROWS, _MORE_ROWS = 32, 8
+_COARSE_UNITS = (
+    512  # units per rank below which candidates are rounded before they are compared; chosen, never measured
+)
+_LAST_BITS = 11  # of a time's 53, which differ by machine: sums are made in another order
 
 
 class Assignment(NamedTuple):
@@ -36,8 +32,8 @@ class Assignment(NamedTuple):
 
     time_s: float  # the cost model's time of one block, with a layer's share of the loss
     groups: tuple[Ints, ...]  # canonical ranks of every group, in ring order
-    tokens: Floats  # by canonical rank, summing to seq_len; heads: by canonical rank
-    heads: Ints
+    tokens: Floats  # by canonical rank, summing to seq_len
+    heads: Ints  # by canonical rank
 
 
 @dataclass(slots=True)
@@ -45,7 +41,7 @@ class Tried:
     """Moves from one assignment that were all evaluated, and none of which was better."""
 
     rows_of_step: dict[float, int] = field(default_factory=dict)  # moves, by size of the step
-    rows_of_heads: int | None = None  # moves of heads, the same for every step; None if they are not tried yet
+    rows_of_heads: int | None = None  # moves of heads, the same for every step; None until they are tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +117,7 @@ class Problem:
 
     @cached_property
     def of_heads(self) -> dict[tuple[bytes, ...], Any]:
-        """Values that moves from assignments of the same grouping and heads share; see `proposals`."""
+        """Values that moves from assignments of the same grouping and heads share; see `moves`."""
         return {}
 
     def best(
@@ -137,14 +133,18 @@ class Problem:
 
     def rows_of(self, options: Sequence[tuple[Floats, Ints]]) -> tuple[Floats, Ints]:
         """Tokens, rounded, and heads of at least one option, ``[B, D]`` each."""
-        return self.round(np.array([tokens for tokens, _ in options])), np.array([heads for _, heads in options])
+        tokens_BD = self.round(np.array([tokens for tokens, _ in options]))
+        heads_BD = np.array([heads for _, heads in options])
+        return tokens_BD, heads_BD
 
     def time_s(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_s: float = np.inf) -> Floats:
         """Times as in `Assignment`, ``[B]``; infinity where no order of the groups takes less than ``below_s``."""
         loss_B = self._loss_s(tokens_BD)
         if np.isfinite(below_s):
-            return _without_last_bits(self.cost.block_s_below(grouping, tokens_BD, heads_BD, below_s - loss_B) + loss_B)
-        return _without_last_bits(self.cost.block_s_many(grouping, tokens_BD, heads_BD) + loss_B)
+            block_B = self.cost.block_s_below(grouping, tokens_BD, heads_BD, below_s - loss_B)
+        else:
+            block_B = self.cost.block_s_many(grouping, tokens_BD, heads_BD)
+        return _without_last_bits(block_B + loss_B)
 
     def fastest_that_fits(
         self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, time_B: Floats, below_s: float = np.inf
@@ -154,11 +154,11 @@ class Problem:
         Memory is only looked at for rows that would be chosen.
         """
         rows = np.flatnonzero(time_B < below_s)
-        rows = rows[np.argsort(time_B[rows], kind="stable")]
-        first, count = 0, FIRST_ROWS
-        while first < len(rows):
-            some = rows[first : first + count]
-            first, count = first + count, count * MORE_ROWS
+        by_time = rows[np.argsort(time_B[rows], kind="stable")]
+        first, count = 0, _FIRST_ROWS
+        while first < len(by_time):
+            some = by_time[first : first + count]
+            first, count = first + count, count * _MORE_ROWS
             need = self.cost.memory_bytes(grouping, tokens_BD[some], heads_BD[some])
             fits = (need <= self.cost.capacity_bytes_D).all(axis=-1)
             if fits.any():
@@ -171,8 +171,8 @@ class Problem:
         """Whether another order of the groups could be faster."""
         if len(at.groups) < 3:
             return False
-        least_B = self.free_ring_s(self.grouping(at.groups), at.tokens[None], at.heads[None])
-        return bool(least_B[0] < at.time_s * (1 - LEAST_GAIN))
+        (least_s,) = self.free_ring_s(self.grouping(at.groups), at.tokens[None], at.heads[None])
+        return bool(least_s < at.time_s * (1 - LEAST_ORDER_GAIN))
 
     def free_ring_s(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> Floats:
         """Times as in `Assignment` that no order of the groups undercuts, ``[B]``; see `CostModel.free_ring_s`."""
@@ -191,18 +191,18 @@ class Problem:
 
     def bound_s(self, active: Bools) -> float:
         """Time of one block at perfect balance over some of the ranks."""
-        ratios = [speed.sum() / speed[active].sum() for speed in (self.speed, self.token_speed)]
+        ratios = [speed.sum() / speed[active].sum() for speed in (self.speed, self.token_speed)]  # of all to those
         return self.cost.bound_s * float(min(ratios))
 
     def grouping(self, groups: Sequence[Ints]) -> Grouping:
         """Grouping for the cost model; ``groups`` in ring order. One partition is one object, with its tables."""
         key = tuple([group.tobytes() for group in groups])
-        made = self._groupings.get(key)
-        if made is None:
-            made = Grouping(self.cost.cluster, groups, zigzag=self.zigzag and len(groups) > 1)
+        grouping = self._groupings.get(key)
+        if grouping is None:
+            grouping = Grouping(self.cost.cluster, groups, zigzag=self.zigzag and len(groups) > 1)
             if self.num_ranks <= KEPT_RANKS:
-                self._groupings[key] = made
-        return made
+                self._groupings[key] = grouping
+        return grouping
 
     @cached_property
     def _groupings(self) -> dict[tuple[bytes, ...], Grouping]:
@@ -211,104 +211,21 @@ class Problem:
     @cached_property
     def coarse(self) -> bool:
         """Whether a token unit is so large that candidates must be rounded before they are compared."""
-        return self.seq_len < 512 * self.token_unit * self.num_ranks
+        return self.seq_len < _COARSE_UNITS * self.token_unit * self.num_ranks
 
     def round(self, tokens: Floats) -> Floats:
         """Tokens (leading dimensions are kept) in whole units where units are coarse; as they are elsewhere."""
-        return whole_shares(tokens, self.seq_len, self.token_unit).astype(float) if self.coarse else tokens
-
-
-CALL_S = 5e-4
-RANK_S = 3e-7
-PAIR_S = 1.2e-8
-EXHAUSTIVE_RANKS = 5  # ranks up to which all partitions are tried
-THOROUGH_RANKS = 6  # ranks up to which so many starts are refined that what one descent misses another one finds
-FEW_RANKS = 8  # ranks up to which a few starts are refined with more evaluations each
-
-
-@dataclass(slots=True)
-class EvaluationBudget:
-    """Evaluations that may still be made."""
-
-    left_s: float  # estimated seconds
-
-    @classmethod
-    def for_ranks(cls, num_ranks: int) -> EvaluationBudget:
-        """0.15 s for 16 ranks, 0.3 s for 128, nearly proportional beyond; more for few, which are searched widely."""
-        if num_ranks <= FEW_RANKS:
-            return cls(0.4 if num_ranks <= EXHAUSTIVE_RANKS else 0.7)
-        return cls(0.3 * (num_ranks / 128) ** (0.33 if num_ranks < 128 else 0.85))
-
-    def split(self, parts: int) -> EvaluationBudget:
-        """An equal part of what is left, taken out."""
-        part = EvaluationBudget(max(self.left_s, 0.0) / parts)
-        self.left_s -= part.left_s
-        return part
-
-    def is_spent(self, share: float) -> bool:
-        """Whether ``share`` of what is left is too little for any evaluation."""
-        return self.left_s * share <= CALL_S
-
-    def rows(self, grouping: Grouping, wanted: int, share: float = 1.0) -> int:
-        """How many of ``wanted`` evaluations of a grouping are within ``share`` of what is left; they count as made."""
-        row_s = RANK_S * len(grouping.order) + PAIR_S * grouping.num_groups**2
-        rows = min(wanted, int((self.left_s * share - CALL_S) / row_s))
-        if rows <= 0:
-            return 0
-        self.left_s -= CALL_S + rows * row_s
-        return rows
+        if not self.coarse:
+            return tokens
+        return whole_shares(tokens, self.seq_len, self.token_unit).astype(float)
 
 
 def _without_last_bits(seconds: Floats) -> Floats:
-    """Times to 42 of their 53 bits: what is as fast then ties on every machine, whose sums differ in the last bits."""
-    return np.asarray(((seconds.view(np.int64) + (1 << 10)) & -(1 << 11)).view(np.float64))
+    """Times to 42 of their 53 bits: what is as fast then ties on every machine.
 
-
-class Shortlist:
-    """The best assignments so far, one per partition of the working ranks; of equal ones the earlier."""
-
-    def __init__(self, keep: int, slower: float = np.inf) -> None:
-        self._keep, self._slower = keep, slower
-        self._kept: list[Assignment] = []
-        self._partitions: dict[bytes, Assignment] = {}
-
-    @property
-    def best(self) -> list[Assignment]:
-        """Those that are kept, best first."""
-        return [each for each in self._kept if each.time_s <= self._slower * self._kept[0].time_s]
-
-    @property
-    def limit_s(self) -> float:
-        """An assignment that takes this long, or longer, does not come in."""
-        if not self._kept:
-            return np.inf
-        last_s = self._kept[-1].time_s if len(self._kept) == self._keep else np.inf
-        return float(min(last_s, np.nextafter(self._slower * self._kept[0].time_s, np.inf)))
-
-    def add(self, assignment: Assignment) -> None:
-        """Take an assignment in, if it is among the best."""
-        partition = working(assignment)
-        earlier = self._partitions.get(partition)
-        if assignment.time_s >= (earlier.time_s if earlier is not None else self.limit_s):
-            return
-        if earlier is not None:
-            self._kept = [each for each in self._kept if each is not earlier]
-        self._partitions[partition] = assignment
-        insort(self._kept, assignment, key=attrgetter("time_s"))
-        for left_out in self._kept[self._keep :]:
-            del self._partitions[working(left_out)]
-        del self._kept[self._keep :]
-
-
-def best_of(assignments: Iterable[Assignment], keep: int, slower: float = np.inf) -> list[Assignment]:
-    """The ``keep`` best, one per partition of the working ranks, at most ``slower`` times as slow as the best."""
-    shortlist = Shortlist(keep, slower)
-    for assignment in assignments:
-        shortlist.add(assignment)
-    return shortlist.best
-
-
-def working(assignment: Assignment) -> bytes:
-    """The partition of the ranks that work."""
-    work = assignment.tokens + assignment.heads
-    return b"|".join(sorted(np.sort(group[work[group] > 0]).tobytes() for group in assignment.groups))
+    Times are positive, so that their bits as whole numbers are in their order; half of the last bit that stays is
+    added, and the bits below it become 0.
+    """
+    half, mask = 1 << (_LAST_BITS - 1), -(1 << _LAST_BITS)
+    rounded = (seconds.view(np.int64) + half) & mask
+    return np.asarray(rounded.view(np.float64))

@@ -19,10 +19,11 @@ from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import make_problem, plan, strategy
 from ds_hetero.planner.planned import compared
+from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.canonical import schedule_of
-from ds_hetero.planner.search.closed_forms import fit_memory
-from ds_hetero.planner.search.partitions import best_levels, cover, minimal_covers
-from ds_hetero.planner.search.problem import Assignment, EvaluationBudget
+from ds_hetero.planner.search.covers import best_levels, cover, minimal_covers
+from ds_hetero.planner.search.memory_fit import fit_memory
+from ds_hetero.planner.search.problem import Assignment
 from ds_hetero.planner.search.search import search
 from ds_hetero.planner.search.shares import apportion, cap_shares, triangle_fill, two_speed_fill, whole_shares
 

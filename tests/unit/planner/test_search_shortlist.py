@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hetero.planner.search.problem import Assignment, Shortlist, working
+from ds_hetero.planner.search.problem import Assignment
+from ds_hetero.planner.search.shortlist import Shortlist, working
 
 PARTITIONS = (((0, 1), (2,)), ((0,), (1, 2)), ((0, 1, 2),), ((2,), (1, 0)), ((0,), (1,), (2,)))
 

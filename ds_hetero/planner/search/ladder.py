@@ -1,0 +1,18 @@
+"""Counts of groups, or of nodes, worth trying."""
+
+from __future__ import annotations
+
+# All small counts, then about three per octave. Chosen, never measured.
+_STEPS = (
+    *range(1, 9),
+    *range(10, 17, 2),
+    *range(20, 33, 4),
+    *range(40, 65, 8),
+    *range(80, 129, 16),
+    *(160, 192, 256, 384, 512),
+)
+
+
+def ladder(limit: int) -> list[int]:
+    """The steps up to ``limit``: 1, 2, ... 8, 10, 12, ... 16, 20, 24, ..."""
+    return [step for step in _STEPS if step <= limit]
