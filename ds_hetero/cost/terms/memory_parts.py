@@ -38,7 +38,7 @@ class MemoryParts(NamedTuple):
 
     def items(self) -> Iterator[tuple[str, Bytes]]:
         """Name and bytes of every part."""
-        return zip(PARTS, self, strict=True)
+        return zip(MEMORY_PARTS, self, strict=True)
 
     def of_rank(self, rank: int) -> MemoryParts:
         """The parts of one rank."""
@@ -52,7 +52,7 @@ class MemoryParts(NamedTuple):
         return np.asarray(sum(sizes))
 
 
-PARTS = MemoryParts._fields
+MEMORY_PARTS = MemoryParts._fields
 Phases = Mapping[str, MemoryParts]
 
 

@@ -17,8 +17,8 @@ from ds_hetero.values.plans.timetable import default_in_flight
 from ds_hetero.values.schedule import Schedule
 
 MORE_IN_FLIGHT = (1, 3)  # beyond 1F1B's own
-LEAST_GAIN = 1e-3  # of a pipeline's time, for which a stage keeps more
-ENDS_LAST = 0.9  # of the slowest pipeline's time, from which on a pipeline may keep more
+LEAST_KEEPING_GAIN = 1e-3  # of a pipeline's time, for which a stage keeps more
+NEAR_CRITICAL_FRACTION = 0.9  # of the slowest pipeline's time, from which on a pipeline may keep more
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def finish(costs: StageCosts, candidate: PlanCandidate) -> Finished:
         for cut, number in dict.fromkeys(pairs)
     }
     if costs.owners == "even":
-        late_s = ENDS_LAST * max(seconds for _, seconds in known.values())
+        late_s = NEAR_CRITICAL_FRACTION * max(seconds for _, seconds in known.values())
         for (cut, number), shape in dict(zip(pairs, candidate.shapes, strict=True)).items():
             seconds = known[cut, number][1]
             if seconds >= late_s:
@@ -92,7 +92,7 @@ def _best_in_flight(
         if raised == default or most == default:
             continue
         seconds = costs.pipeline_s(*cut.times, micro_batches, raised)
-        if seconds < best[1] * (1 - LEAST_GAIN):
+        if seconds < best[1] * (1 - LEAST_KEEPING_GAIN):
             best = raised, seconds
     return best
 

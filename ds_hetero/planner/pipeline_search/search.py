@@ -86,8 +86,8 @@ KEPT = 8  # starts that are refined
 START_BLOCK_S = 4e-7  # what it takes to make a start, per block
 DEGREES_S = 4e-4  # what choosing the sizes of blocks of one makeup of pipelines takes
 STARTS_SHARE = 0.25  # of the effort
-STARTS_SHARE_OF_MANY = 0.6  # with more devices than `MANY_RANKS`, where moves of single blocks gain little
-MANY_RANKS = 128
+STARTS_SHARE_OF_MANY = 0.6  # above `MANY_FOR_BLOCK_MOVES` devices, where moves of single blocks gain little
+MANY_FOR_BLOCK_MOVES = 128
 KICK_BEST = 0.5  # share of the restarts that begin at the best plan, others at one of another shape
 KICK_MOVES = 3  # random moves of a restart, at most
 KICK_TRIES = 10  # neighbours that are looked at for one of them
@@ -95,7 +95,7 @@ KICK_LOSS = 1.5  # value that a random move may lead to, in that of the best pla
 LAST_WORD = 8
 LAST_WORD_SHARE = 0.1  # of the effort, on top of it
 MOST_LAST_WORD = 2.0  # times that share, where single pipelines have thousands of micro-batches' actions
-LEAST_GAIN = 1e-9
+LEAST_PLAN_GAIN = 1e-9
 JOINS = 6  # stages of unlike devices that share sequences which are tried
 JOIN_S = 0.05  # what finding the schedule of one takes
 
@@ -205,7 +205,7 @@ class Search:
     def _starts(self, warm: Iterable[Shapes]) -> list[PlanCandidate]:
         """The best few starts, each of another time or number of pipelines."""
         tops: list[PlanCandidate] = []
-        many = self._evaluate.costs.cluster.num_ranks > MANY_RANKS
+        many = self._evaluate.costs.cluster.num_ranks > MANY_FOR_BLOCK_MOVES
         own = self._own_degrees() if many else ()
         sources = itertools.chain(warm, self._mixed(), own, self._grids(), self._families())
         limit_s = self._effort_s * (STARTS_SHARE_OF_MANY if many else STARTS_SHARE)
@@ -250,8 +250,8 @@ class Search:
             for shapes in itertools.islice(joins(self._evaluate.costs, self._best), JOINS - tried):
                 tried += 1
                 self._evaluate.spent_s += JOIN_S
-                candidate = self._evaluate(shapes, self._best.value * (1 - LEAST_GAIN))
-                if candidate is not None and candidate.value < self._best.value * (1 - LEAST_GAIN):
+                candidate = self._evaluate(shapes, self._best.value * (1 - LEAST_PLAN_GAIN))
+                if candidate is not None and candidate.value < self._best.value * (1 - LEAST_PLAN_GAIN):
                     self._note(candidate)
                     better = True
                     break
@@ -273,8 +273,8 @@ class Search:
         while better and not self._is_spent():
             better = False
             for shapes in neighbouring_plans(plan.shapes, self._pools, self._sizes, self._inners, self._rng):
-                candidate = self._evaluate(shapes, plan.value * (1 - LEAST_GAIN))
-                if candidate is not None and candidate.value < plan.value * (1 - LEAST_GAIN):
+                candidate = self._evaluate(shapes, plan.value * (1 - LEAST_PLAN_GAIN))
+                if candidate is not None and candidate.value < plan.value * (1 - LEAST_PLAN_GAIN):
                     plan, better = candidate, True
                     break
                 if self._is_spent():

@@ -30,8 +30,8 @@ from ds_hetero.planner.pipelines.given import check_given_plan
 from ds_hetero.values.plans import Plan
 
 EFFORT_S = 0.25
-EFFORT_OF_MANY_S = 0.6  # with more devices than `MANY_RANKS`
-MANY_RANKS = 512
+EFFORT_OF_MANY_S = 0.6  # with more devices than `MANY_SURVIVORS`
+MANY_SURVIVORS = 512
 FIRST_SHAPES = 3  # plans that the search begins at
 NOTHING = 1e-12  # of a layer
 OPTIMIZER_BYTES = 12  # per parameter: master weight and two moments
@@ -87,7 +87,7 @@ def replan(
     first: tuple[float, float] | None = None
     finalists: list[tuple[StageCosts, Finished]] = []
     if effort_s is None:
-        effort_s = EFFORT_OF_MANY_S if len(survivors) > MANY_RANKS else EFFORT_S
+        effort_s = EFFORT_OF_MANY_S if len(survivors) > MANY_SURVIVORS else EFFORT_S
     for costs in models:
         evaluate = Evaluator(costs, samples, goal)
         quick = Evaluator(costs, samples, goal, _old_layers(costs, old))

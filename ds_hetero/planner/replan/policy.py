@@ -68,7 +68,7 @@ def mean_observation(observations: Sequence[Observation]) -> Observation:
 
 
 RECENT_OBSERVATIONS = 20  # in which a change counts against the next one
-LEAST_GAIN = 0.01  # what counts as min_gain for that where the user gave less
+SMALLEST_MIN_GAIN = 0.01  # what counts as min_gain for that where the user gave less
 CERTAINTY = 3.0  # standard errors
 KEPT_EVIDENCE = 12  # observations of one candidate; after that many without certainty it is given up
 
@@ -129,10 +129,10 @@ class Policy:
     def required_gain(self) -> float:
         """Seconds that a change has to save now."""
         recent = sum(self._num_observations - number < RECENT_OBSERVATIONS for number in self._changes)
-        return max(self._min_gain, LEAST_GAIN) * 2**recent if recent else self._min_gain
+        return max(self._min_gain, SMALLEST_MIN_GAIN) * 2**recent if recent else self._min_gain
 
     def _search(self, estimate: GainEstimate, observation: Observation) -> None:
-        tolerance = max(self._min_gain / 2, LEAST_GAIN)
+        tolerance = max(self._min_gain / 2, SMALLEST_MIN_GAIN)
         if self._fruitless is not None and not _moved(self._fruitless, observation, tolerance):
             return
         candidate = estimate.best()

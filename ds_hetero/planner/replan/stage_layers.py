@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.values.plans import Pipeline, Plan
 
-LEAST_GAIN = 1e-6  # of the time, for which a layer moves
+LEAST_LAYER_GAIN = 1e-6  # of the time, for which a layer moves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ def best_layers(speeds: PipelineSpeeds, layers: Sequence[int]) -> tuple[int, ...
         better = False
         for moved in _neighbours(speeds, best):
             seconds = pipeline_s(speeds, moved)
-            if seconds < best_s * (1 - LEAST_GAIN):
+            if seconds < best_s * (1 - LEAST_LAYER_GAIN):
                 best, best_s, better = moved, seconds, True
     return best
 

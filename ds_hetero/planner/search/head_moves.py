@@ -24,8 +24,8 @@ RankOfGroup = dict[int, int]  # one rank by group
 def head_moves(problem: Problem, grouping: Grouping, at: Assignment, rank_class: Ints, paired: bool) -> Ints:
     """Heads after moving one unit between two classes, ``[X, D]``.
 
-    In every group that has both, and in the first alone. Also from all ranks of a class to all of another one, since an exchange ends with its slowest rank; and if
-    ``paired``, where there are few ranks, two such moves at once.
+    In every group that has both, and in the first alone. Also from all ranks of a class to all of another one, since an
+    exchange ends with its slowest rank; and if ``paired``, where there are few ranks, two such moves at once.
     """
     classes = _classes_to_move(problem, at, rank_class)
     changes = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # All small counts, then about three per octave. Chosen, never measured.
-_STEPS = (
+_LADDER = (
     *range(1, 9),
     *range(10, 17, 2),
     *range(20, 33, 4),
@@ -15,4 +15,4 @@ _STEPS = (
 
 def ladder(limit: int) -> list[int]:
     """The steps up to ``limit``: 1, 2, ... 8, 10, 12, ... 16, 20, 24, ..."""
-    return [step for step in _STEPS if step <= limit]
+    return [step for step in _LADDER if step <= limit]

@@ -19,7 +19,9 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.shares import apportion
 
-_ROUNDS = 30  # of moving tokens; memory is piecewise linear in them, and few rounds are used; chosen, never measured
+_FIT_ROUNDS = (
+    30  # of moving tokens; memory is piecewise linear in them, and few rounds are used; chosen, never measured
+)
 _FILLED_SHARE = 0.999  # of a rank's room, so that rounding to whole tokens still fits; chosen, never measured
 _SLOPE_STEP = 1e-6  # of the sequence: tokens that are moved to see how memory grows
 _LENGTH_ERROR = 50  # a longest sequence is found to within one part in so many
@@ -36,7 +38,7 @@ def fit_memory(cost: CostModel, grouping: Grouping, tokens: Floats, heads: Ints)
     has_work = tokens > 0
     heads_of_both = np.stack([heads, heads])
     direction = _swap_within_groups(grouping)
-    for _ in range(_ROUNDS):
+    for _ in range(_FIT_ROUNDS):
         step = tokens.sum() * _SLOPE_STEP * direction
         need, need_after_step = cost.memory_bytes(grouping, np.stack([tokens, tokens + step]), heads_of_both)
         if (need <= cost.capacity_bytes_D).all():

@@ -27,9 +27,9 @@ M1 = 64  # partitions kept by stage I; HexiSeq's value
 # What follows is chosen, never measured alone; benchmarks.planner growth says what all of it together finds.
 _PIECES_OF_A_NODE = (1, 2, 4, 8)
 _WIDEST_ACROSS = 16  # ranks of a group across nodes; wider ones wait for too many links
-_MOST_NODES = 64  # that are merged one by one
+_MOST_MERGED_NODES = 64  # that are merged one by one
 _FIRST_MERGES, _LAST_MERGES = 8, 4  # whose partitions are tried
-_COVERS, _COVERS_OF_MANY, _MANY_RANKS = 10, 6, 256  # covers tried per granularity of heads, and above so many ranks
+_COVERS, _COVERS_OF_MANY, _MANY_TO_COVER = 10, 6, 256  # covers tried per granularity of heads, and above so many ranks
 
 
 def groupings(problem: Problem, active: Bools, keep: int = M1) -> Iterator[list[Ints]]:
@@ -85,7 +85,7 @@ def _agglomerated(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
     """Merge nodes, whose own links come first, along ever slower links: a partition after the first and last merges."""
     node = problem.node[ranks]
     nodes = [int(n) for n in distinct(node)]
-    if len(nodes) > _MOST_NODES:
+    if len(nodes) > _MOST_MERGED_NODES:
         return
     s_per_byte = problem.inverse_bandwidth
     links = sorted((float(s_per_byte[a, b]), a, b) for a, b in combinations(nodes, 2))
@@ -112,7 +112,7 @@ def _covers(problem: Problem, ranks: Ints) -> Iterator[list[Ints]]:
     speed = problem.speed[ranks]
     negative_speeds, kind = np.unique(-speed, return_inverse=True)  # kinds from the fastest on
     speed_of_kind, count_of_kind = -negative_speeds, np.bincount(kind)
-    keep = _COVERS if len(ranks) <= _MANY_RANKS else _COVERS_OF_MANY
+    keep = _COVERS if len(ranks) <= _MANY_TO_COVER else _COVERS_OF_MANY
     for unit in problem.head_units:
         for _, mixes, left in best_levels(speed_of_kind, count_of_kind, problem.num_heads // unit, keep):
             mean_speed_of_group = speed_of_kind @ count_of_kind / len(mixes)

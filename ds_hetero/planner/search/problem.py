@@ -21,9 +21,7 @@ KEPT_RANKS = 128  # ranks up to which groupings are kept, whose tables take memo
 LEAST_ORDER_GAIN = 1e-9  # of the time, that another order of the groups must save; less is rounding
 # Memory is looked at for so many rows first, and for so many times as many after these. Chosen, never measured.
 _FIRST_ROWS, _MORE_ROWS = 32, 8
-_COARSE_UNITS = (
-    512  # units per rank below which candidates are rounded before they are compared; chosen, never measured
-)
+_COARSE_UNITS = 512  # per rank; with fewer, candidates are rounded before they are compared; chosen, never measured
 _LAST_BITS = 11  # of a time's 53, which differ by machine: sums are made in another order
 
 

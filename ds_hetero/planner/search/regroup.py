@@ -17,7 +17,7 @@ from ds_hetero.planner.search.working_sets import working_sets
 
 # Chosen, never measured alone; `python -m benchmarks.planner exact --cards` compares the whole with the optimum.
 REGROUP_RANKS = 32  # ranks up to which ranks change groups one by one
-_ROUNDS = 4  # of neighbours of the best, and of other working ranks
+_REGROUP_ROUNDS = 4  # of neighbours of the best, and of other working ranks
 _DESCENTS, _SLOWEST_DESCENT = 2, 1.1  # neighbours that are refined, and how much slower than the best they may be
 _MOST_SETS = 12  # of working ranks that are tried once more, those of the best bounds
 _LEAST_GAIN_OF_OTHERS = 1e-5  # of the time, that other working ranks must save
@@ -26,7 +26,7 @@ _LEAST_GAIN_OF_OTHERS = 1e-5  # of the time, that other working ranks must save
 def regroup(problem: Problem, start: Assignment, budget: EvaluationBudget) -> Assignment:
     """Descend over partitions: the best neighbour with its own closed forms, as long as that gets better."""
     best = start
-    for _ in range(_ROUNDS):
+    for _ in range(_REGROUP_ROUNDS):
         active = best.tokens > 0
         shortlist = Shortlist(_DESCENTS, _SLOWEST_DESCENT)
         for groups in neighbours(problem, best.groups):
@@ -51,7 +51,7 @@ def with_other_ranks(problem: Problem, assignments: list[Assignment]) -> list[As
     if not assignments or not EXHAUSTIVE_RANKS < problem.num_ranks <= REGROUP_RANKS:
         return assignments
     best = min(assignments, key=lambda assignment: assignment.time_s)
-    for _ in range(_ROUNDS):
+    for _ in range(_REGROUP_ROUNDS):
         start = _start_of_other_ranks(problem, best)
         if start is None:
             break

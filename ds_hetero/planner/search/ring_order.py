@@ -18,8 +18,10 @@ from ds_hetero.common.arrays import Floats, Ints, distinct
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.problem import LEAST_ORDER_GAIN, Assignment, Problem
 
-ALL_ORDERS = 5  # groups up to which every order is tried, at most 24; chosen, never measured
-TOUR = 96  # groups up to which a tour is improved by 2-opt, whose rounds are quadratic; chosen, never measured
+MOST_GROUPS_PERMUTED = 5  # groups up to which every order is tried, at most 24; chosen, never measured
+MOST_GROUPS_TOURED = (
+    96  # groups up to which a tour is improved by 2-opt, whose rounds are quadratic; chosen, never measured
+)
 _TOUR_ROUNDS = 20  # chosen, never measured: rounds end as soon as one improves nothing
 _LEAST_TOUR_GAIN = 1e-12  # of the longest link; less is rounding
 
@@ -41,7 +43,7 @@ def ring_orders(problem: Problem, groups: Sequence[Ints], thorough: bool) -> Ite
     """Orders worth trying other than the given one; the thorough ones take longer to find than to evaluate."""
     if len(groups) < 3:  # two groups pass blocks to each other in either order
         return
-    if thorough and len(groups) <= ALL_ORDERS:
+    if thorough and len(groups) <= MOST_GROUPS_PERMUTED:
         yield from _all_orders(problem, groups)
         return
     is_seen = {np.arange(len(groups)).tobytes()}
@@ -78,7 +80,7 @@ def _promising_orders(problem: Problem, groups: Sequence[Ints], thorough: bool) 
     place_on_node[by_node] = np.arange(len(groups)) - np.searchsorted(sorted_nodes, sorted_nodes)
     yield by_node
     yield np.lexsort((main_node, place_on_node))
-    if thorough and len(groups) <= TOUR and len(distinct(main_node)) > 2:
+    if thorough and len(groups) <= MOST_GROUPS_TOURED and len(distinct(main_node)) > 2:
         yield _tour(_distance(problem, groups))
 
 

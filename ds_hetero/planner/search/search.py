@@ -1,21 +1,22 @@
 """The search: HexiSeq's three stages with its budgets, and what finds optima that a descent alone does not.
 
-    step                what it is for                                                        module
-    stage I             partitions into groups, and sets of working ranks                     partitions, working_sets
-    stage II            heads by apportionment, tokens by closed forms; the best are starts   starts, closed_forms
-    order, caps         a ring over fewer slow links; less sent over slow links               ring_order, all_to_all_caps
-    stage III           descent over heads and tokens, in three rounds of fewer starts        descent, moves
-    regroup             before the third round: ranks change groups one by one                regroup
-    order               another ring order where that has become better                       ring_order
-    from whole tokens   coarse units hide good partitions: search in tokens, round            unit_moves
-    other ranks         sets of working ranks that stage I had no budget for                  regroup
-    once more           heads of whole kinds, for which a round's budget did not last         descent
-    plainer             equal ranks get equal shares, slow ranks no more than fast ones       equal_ranks
-    last descent        ridges of maxima, and the last 0.1 %                                  directions, descent
+    step                what it is for                                                       module
+    stage I             partitions into groups, and sets of working ranks                    partitions, working_sets
+    stage II            heads by apportionment, tokens by closed forms; the best are starts  starts, closed_forms
+    order               a ring over fewer slow links                                         ring_order
+    caps                less sent over slow links                                            all_to_all_caps
+    stage III           descent over heads and tokens, in three rounds of fewer starts       descent, moves
+    regroup             before the third round: ranks change groups one by one               regroup
+    order               another ring order where that has become better                      ring_order
+    whole tokens        coarse units hide good partitions: search in tokens, and round       unit_moves
+    other ranks         sets of working ranks that stage I had no budget for                 regroup
+    once more           heads of whole kinds, for which a round's budget did not last        descent
+    plainer             equal ranks get equal shares, slow ranks no more than fast ones      equal_ranks
+    last descent        ridges of maxima, and the last 0.1 %                                 directions, descent
 
 Every evaluation is a call of the cost model, counted against an `EvaluationBudget`. Nothing reads a clock, and ties go
-to the earlier candidate. Steps after stage III have budgets of their own: they are few evaluations, and stage III leaves
-none. Source: HexiSeq (arXiv:2605.07569), section 4.3 and Algorithm 1.
+to the earlier candidate. Steps after stage III have budgets of their own: they are few evaluations, and stage III
+leaves none. Source: HexiSeq (arXiv:2605.07569), section 4.3 and Algorithm 1.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class _Round(NamedTuple):
 
 # Of a node or two of unlike cards, many starts are as good as each other: few go on, and the last ones have what the
 # others saved. Chosen by `python -m benchmarks.planner exact --cards`.
-ROUNDS = (_Round(M2, 1.25, STEPS[:2]), _Round(6, 1.1, STEPS[1:4]), _Round(2, 1.03, STEPS))
-ROUNDS_OF_FEW = (_Round(6, 1.15, STEPS[:2]), _Round(3, 1.05, STEPS[1:4]), _Round(1, 1.0, STEPS))
-THOROUGH_ROUNDS = (_Round(2 * M2, 1.4, STEPS[:2]), _Round(M2, 1.25, STEPS[1:4]), _Round(6, 1.1, STEPS))
+STAGE_3 = (_Round(M2, 1.25, STEPS[:2]), _Round(6, 1.1, STEPS[1:4]), _Round(2, 1.03, STEPS))
+STAGE_3_OF_FEW = (_Round(6, 1.15, STEPS[:2]), _Round(3, 1.05, STEPS[1:4]), _Round(1, 1.0, STEPS))
+THOROUGH_STAGE_3 = (_Round(2 * M2, 1.4, STEPS[:2]), _Round(M2, 1.25, STEPS[1:4]), _Round(6, 1.1, STEPS))
 SLOWEST_START = 1.4  # of the first round, times the best; chosen, never measured
 FINE_STEPS = (1e-3, 3e-4, 1e-4)  # of the last descent, from the best assignment; chosen, never measured
 NUM_ONCE_MORE = 2  # assignments that descend once more; chosen, never measured
@@ -96,13 +97,13 @@ def first_look(problem: Problem, budget: EvaluationBudget) -> Assignment | None:
     if not has_room(problem.cost):
         return None
     started = starts(problem, budget.split(2), Shortlist(1))
-    return descend(problem, started[0], ROUNDS_OF_FEW[0].steps, budget) if started else None
+    return descend(problem, started[0], STAGE_3_OF_FEW[0].steps, budget) if started else None
 
 
 def _rounds(num_ranks: int) -> tuple[_Round, ...]:
     if num_ranks <= THOROUGH_RANKS:
-        return THOROUGH_ROUNDS
-    return ROUNDS_OF_FEW if num_ranks <= FEW_RANKS else ROUNDS
+        return THOROUGH_STAGE_3
+    return STAGE_3_OF_FEW if num_ranks <= FEW_RANKS else STAGE_3
 
 
 def _extra_budget(problem: Problem, parts: int) -> EvaluationBudget:

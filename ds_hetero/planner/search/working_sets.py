@@ -13,7 +13,7 @@ from ds_hetero.planner.search.ladder import ladder
 from ds_hetero.planner.search.problem import Problem
 
 _MOST_SPEEDS = 8  # the slowest speeds, up to which ranks are left out; chosen, never measured
-_MOST_NODES = 8  # up to which each node is left out, or works, alone; chosen, never measured
+_MOST_SINGLE_NODES = 8  # up to which each node is left out, or works, alone; chosen, never measured
 
 
 def working_sets(problem: Problem) -> list[Bools]:
@@ -25,7 +25,7 @@ def working_sets(problem: Problem) -> list[Bools]:
     num_nodes = int(problem.node.max()) + 1
     sets: list[Bools] = [np.ones(problem.num_ranks, dtype=bool)]
     sets += [problem.speed >= threshold for threshold in distinct(problem.speed)[1:][:_MOST_SPEEDS]]
-    if num_nodes <= _MOST_NODES:
+    if num_nodes <= _MOST_SINGLE_NODES:
         sets += [problem.node == n for n in range(num_nodes)]
         sets += [problem.node != n for n in range(num_nodes)]
     if problem.num_ranks <= EXHAUSTIVE_RANKS:

@@ -42,7 +42,7 @@ BALANCE = 1.1  # heaviest group over the average, where the vertices allow it
 COARSEST = 8  # vertices per group at which coarsening ends
 SEEDS = 8  # vertices from which a half may grow
 PATIENCE = 32  # exchanges without a better cut after which a pass of Kernighan-Lin ends
-LEAST_GAIN = 1e-9  # of the largest edge
+LEAST_EDGE_GAIN = 1e-9  # of the largest edge
 
 
 def partition(weight_V: Floats, bandwidth_VV: Floats, parts: int, *, maximize: bool = False) -> list[list[int]]:
@@ -193,7 +193,7 @@ class _Exchange:
         count = int(self._real[a].sum()), int(self._real[b].sum())
         free = np.ones(len(gain), dtype=bool)
         total, taken, kept = 0.0, list[tuple[int, int]](), 0
-        worth = LEAST_GAIN * float(np.abs(self._edge).max(initial=0.0))
+        worth = LEAST_EDGE_GAIN * float(np.abs(self._edge).max(initial=0.0))
         best = self._excess(*heavy), -worth
         while len(taken) - kept < PATIENCE:
             allowed, shift, moved = self._allowed(heavy, count, free)
