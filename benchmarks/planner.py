@@ -39,8 +39,8 @@ from ds_hetero.cost import COST_MODELS, CostModel, Workload, make_cost_model
 from ds_hetero.models import load_model
 from ds_hetero.planner import make_problem, plan
 from ds_hetero.planner.exact import solve_exact
-from ds_hetero.planner.planned import Baselines
 from ds_hetero.planner.published.hexiseq import algorithm_1
+from ds_hetero.planner.results.candidates import Baselines
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.problem import Problem
 from ds_hetero.planner.search.search import search

@@ -29,7 +29,7 @@ from ds_hetero.cost.terms.ring import ring_finish_s
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.models import ModelSpec, load_model
-from ds_hetero.planner.planning import strategy
+from ds_hetero.planner.strategies import strategy
 from ds_hetero.values.baselines import COMPARED, ring, ulysses, usp
 from ds_hetero.values.schedule import Schedule
 

@@ -20,7 +20,7 @@ from ds_hetero.decision.facts import FP32_BYTES, JobFacts, TrainingFacts, worklo
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipelines.planning import plan_pipelines
-from ds_hetero.planner.planned import PlannedPipelines
+from ds_hetero.planner.results.pipelines import PlannedPipelines
 from ds_hetero.values.plans import INNER, Plan
 from ds_hetero.values.plans.section_keys import SECTION_KEYS, SectionKey
 from ds_hetero.values.section import SECTION, HeterogeneitySection

@@ -14,8 +14,8 @@ from ds_hetero.decision.decide_pipelines import SearchedPipelines
 from ds_hetero.planner import PlannedSchedule
 from ds_hetero.planner.pipeline_search.finish import Finished
 from ds_hetero.planner.pipelines.explain import reasons_of
-from ds_hetero.planner.planned import describe
-from ds_hetero.planner.planning import faster_zero_stage
+from ds_hetero.planner.results.sentences import describe
+from ds_hetero.planner.zero_stage import faster_zero_stage
 from ds_hetero.values.plans import Pipeline, Plan, Stage
 from ds_hetero.values.schedule import Schedule
 

@@ -22,8 +22,8 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.planned import PlannedSchedule
 from ds_hetero.planner.planning import plan
+from ds_hetero.planner.results.schedule import PlannedSchedule
 from ds_hetero.values.plans import BatchSplit
 from ds_hetero.values.schedule import Schedule
 

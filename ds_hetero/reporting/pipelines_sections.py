@@ -18,8 +18,9 @@ from ds_hetero.planner.pipeline_search.finish import Finished, memory_bytes
 from ds_hetero.planner.pipelines.explain import reasons_of
 from ds_hetero.planner.pipelines.given import judge_given
 from ds_hetero.planner.pipelines.rivals import best_grid, best_published, best_sequence
-from ds_hetero.planner.planned import Rival, busy_ranks, slower_text
 from ds_hetero.planner.published.registry import PLANNERS
+from ds_hetero.planner.results.pipelines import Rival, busy_ranks
+from ds_hetero.planner.results.sentences import slower_text
 from ds_hetero.reporting.described_plan import DescribedPlan, assumptions
 from ds_hetero.reporting.html import Markup, Page, definitions, html_table
 from ds_hetero.reporting.run_file import RunFile

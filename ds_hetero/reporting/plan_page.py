@@ -12,7 +12,7 @@ from ds_hetero.common.text import time_text
 from ds_hetero.cost import CostModel, Prediction
 from ds_hetero.cost.price import price_of_prediction
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.planned import describe
+from ds_hetero.planner.results.sentences import describe
 from ds_hetero.reporting.described_plan import DescribedPlan, PlanScenario, assumptions
 from ds_hetero.reporting.grid import grid_of
 from ds_hetero.reporting.html import Page, definitions, details, preformatted

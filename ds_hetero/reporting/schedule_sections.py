@@ -15,7 +15,8 @@ from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import GIB, bytes_text, time_text
 from ds_hetero.cost import CalibratedCostModel, CostModel, Prediction
 from ds_hetero.planner.documents.summary import DocumentsReport, report_documents
-from ds_hetero.planner.planned import Baselines, compared
+from ds_hetero.planner.results.candidates import Baselines
+from ds_hetero.planner.results.schedule import compared
 from ds_hetero.reporting.html import Markup, Page, html_table
 from ds_hetero.reporting.run_file import MeasuredRank, TracedRange
 from ds_hetero.reporting.shared_sections import RankRow, heads_of, rank_rows

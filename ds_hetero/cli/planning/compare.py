@@ -17,18 +17,18 @@ from ds_hetero.cost.model import CostModel, Prediction
 from ds_hetero.cost.price import price_of_prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.exact import solve_exact
-from ds_hetero.planner.planning import strategy
 from ds_hetero.planner.published.hetero_ring import fit_formula, read_table, table_of, table_text
 from ds_hetero.planner.published.interface import ProfileTable
 from ds_hetero.planner.published.registry import planners_of
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
+from ds_hetero.planner.strategies import strategy
 from ds_hetero.reporting.described_plan import assumed_line
 from ds_hetero.values.baselines import STRATEGIES
 
 if TYPE_CHECKING:
     from ds_hetero.cost.stages.stage import StageCosts
-    from ds_hetero.planner.planned import PlannedPipelines
+    from ds_hetero.planner.results.pipelines import PlannedPipelines
 
 # Into how many units tokens and heads are cut for the exact solver, by number of ranks: seconds, at worst minutes.
 TOKEN_UNITS = (1, 1, 24, 24, 24, 20, 12, 8, 6)

@@ -29,8 +29,8 @@ from ds_hetero.planner.memory import (
     stacks,
 )
 from ds_hetero.planner.memory.advice import PARTS
-from ds_hetero.planner.memory.changes import PLANNED, Change, Changed
-from ds_hetero.planner.planned import describe
+from ds_hetero.planner.memory.changes import PLANNED, Change
+from ds_hetero.planner.results.sentences import describe
 from ds_hetero.reporting.described_plan import assumed_line, assumptions
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.schedule import Schedule
@@ -46,7 +46,7 @@ class _Outlook:
     name: str  # ``today``, or what is asked
     cluster: Cluster  # its devices
     longest: int  # sequence that fits
-    changed: Changed | None  # its schedule and prediction after the remedy; None where nothing is near to fitting
+    changed: Fitted | None  # its schedule and prediction after the remedy; None where nothing is near to fitting
     remedy: tuple[Change, ...] = ()  # changes that make it fit; none where it fits without, or nothing helps
     why_not: str | None = None  # a sentence that says why it does not fit; None where it does
 
@@ -55,8 +55,7 @@ class _Outlook:
         """Tokens of a step over its time; None where there is no schedule."""
         if self.changed is None:
             return None
-        prediction = self.changed.fitted.prediction
-        return prediction.tokens_per_s * prediction.iteration_s / self.changed.iteration_s
+        return self.changed.prediction.tokens_per_s
 
     def to_dict(self) -> JsonDict:
         """Plain data for JSON."""
@@ -160,7 +159,7 @@ def _outlook(
     cluster = fitted.cost.cluster
     if fitted.fits:
         longest = longest_sequence(fitted.cost, source) if longest is None else longest
-        return _Outlook(name, cluster, longest, Changed(fitted))
+        return _Outlook(name, cluster, longest, fitted)
     tried = advise(fitted, source) if remedy is None else (Advice.of(fitted, source, remedy.changes),)
     best = next((each for each in tried if each.fits), None)
     if best is None or best.after is None:
@@ -168,9 +167,9 @@ def _outlook(
         if remedy is not None:
             after = tried[0].after
             reason = f"with {remedy.name}, {tried[0].why_not if after is None else after.fitted.prediction.reason}"
-        return _Outlook(name, cluster, 0, Changed(fitted), (), reason)
+        return _Outlook(name, cluster, 0, fitted, (), reason)
     is_planned = any(change.name == PLANNED for change in best.changes)
-    longest = longest_sequence(best.after.fitted.cost, "plan" if is_planned else source)
+    longest = longest_sequence(best.after.cost, "plan" if is_planned else source)
     return _Outlook(name, cluster, longest, best.after, best.changes)
 
 
@@ -261,7 +260,7 @@ def _advice_row(advice: Advice) -> tuple[str, ...]:
         return advice.name, "no", "-", str(advice.why_not)
     lacks = "" if advice.fits else f"{bytes_text(advice.missing_bytes)} GiB too much"
     if not advice.fits and advice.missing_bytes <= 0:  # the cards hold it, a machine does not
-        lacks = str(advice.after.fitted.prediction.reason)
+        lacks = str(advice.after.prediction.reason)
     return advice.name, "yes" if advice.fits else "no", time_text(advice.after.iteration_s), lacks
 
 

@@ -39,8 +39,11 @@ from ds_hetero.cost.price import Price
 from ds_hetero.cost.terms.flops import training_flops
 from ds_hetero.errors import MemoryPlanError
 from ds_hetero.planner import plan as plan_schedule
-from ds_hetero.planner.planned import Planned, PlannedPipelines, PlannedSchedule
-from ds_hetero.planner.planning import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
+from ds_hetero.planner.fewer_ranks import FewerRanks, faster_with_fewer_ranks
+from ds_hetero.planner.results.pipelines import PlannedPipelines
+from ds_hetero.planner.results.planned import Planned
+from ds_hetero.planner.results.schedule import PlannedSchedule
+from ds_hetero.planner.zero_stage import OtherStage, faster_zero_stage
 from ds_hetero.reporting.described_plan import assumed_line, assumptions
 from ds_hetero.values.plans.plan import SCENARIO
 

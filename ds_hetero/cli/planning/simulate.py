@@ -12,7 +12,7 @@ from ds_hetero.cli.printing import prediction_lines, print_json, print_table
 from ds_hetero.cli.scenario import Scenario, judge_plan_file, read_schedule, scenario_options
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.model import CostModel, Prediction
-from ds_hetero.planner.planned import describe
+from ds_hetero.planner.results.sentences import describe
 from ds_hetero.values.schedule import Schedule
 
 

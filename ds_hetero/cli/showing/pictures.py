@@ -30,7 +30,7 @@ from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.planner.documents.summary import DocumentsReport
 from ds_hetero.planner.pipeline_search.finish import Finished
 from ds_hetero.planner.pipelines.explain import reasons_of
-from ds_hetero.planner.planned import describe
+from ds_hetero.planner.results.sentences import describe
 from ds_hetero.reporting.timelines import block_spans
 from ds_hetero.values.schedule import Schedule
 

@@ -22,8 +22,9 @@ from ds_hetero.planner.document_search.loads import ideal_s, unit_costs
 from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.documents.placing import place_documents
 from ds_hetero.planner.documents.summary import documents_of
-from ds_hetero.planner.planned import Baselines, describe
-from ds_hetero.planner.planning import strategy
+from ds_hetero.planner.results.candidates import Baselines
+from ds_hetero.planner.results.sentences import describe
+from ds_hetero.planner.strategies import strategy
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.schedule import Schedule
 

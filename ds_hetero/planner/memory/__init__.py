@@ -2,7 +2,8 @@
 
 from ds_hetero.planner.memory.advice import Advice, Stack, advise, stacks
 from ds_hetero.planner.memory.best import Fitted, best_schedule, longest_sequence
-from ds_hetero.planner.memory.changes import Change, read_what_if
+from ds_hetero.planner.memory.changes import Change
+from ds_hetero.planner.memory.what_if import read_what_if
 
 __all__ = [
     "Advice",

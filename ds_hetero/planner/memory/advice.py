@@ -18,7 +18,7 @@ from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.memory.best import Fitted
-from ds_hetero.planner.memory.changes import CHANGES, Change, Changed, apply
+from ds_hetero.planner.memory.changes import CHANGES, Change, apply
 from ds_hetero.values.schedule import Schedule
 
 
@@ -91,7 +91,7 @@ class Advice:
     """Changes, and the training after them."""
 
     changes: tuple[Change, ...]  # to make together
-    after: Changed | None  # what they come to; None where there is no such training
+    after: Fitted | None  # what they come to; None where there is no such training
     why_not: str | None = None  # the reason for it
 
     @classmethod
@@ -105,7 +105,7 @@ class Advice:
     @property
     def fits(self) -> bool:
         """Whether it fits with them."""
-        return self.after is not None and self.after.fitted.fits
+        return self.after is not None and self.after.fits
 
     @property
     def name(self) -> str:
@@ -117,7 +117,7 @@ class Advice:
         """Bytes that the fullest rank still lacks; negative if it fits."""
         if self.after is None:
             return float("inf")
-        fitted = self.after.fitted
+        fitted = self.after
         return float((np.array(fitted.prediction.memory_bytes) - fitted.cost.capacity_bytes_D).max())
 
     def to_dict(self) -> JsonDict:

@@ -20,9 +20,10 @@ from ds_hetero.cost.model import CostModel, Prediction
 from ds_hetero.cost.terms.model_states import owned_share_D, partitioned_bytes, partitioned_parts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.planned import Baselines, ScheduleCandidate, fastest
-from ds_hetero.planner.planning import searched_candidates, strategy
+from ds_hetero.planner.planning import searched_candidates
+from ds_hetero.planner.results.candidates import Baselines, ScheduleCandidate, fastest
 from ds_hetero.planner.search.memory_fit import fits_somehow
+from ds_hetero.planner.strategies import strategy
 from ds_hetero.values.schedule import Schedule
 
 
@@ -101,6 +102,11 @@ class Fitted:
     def fits(self) -> bool:
         """Every rank has the memory that it needs."""
         return self.prediction.feasible
+
+    @property
+    def iteration_s(self) -> float:
+        """Predicted time of an optimizer step."""
+        return self.prediction.iteration_s
 
 
 def with_workload(cost: CostModel, workload: Workload) -> CostModel:

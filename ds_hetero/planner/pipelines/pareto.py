@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ds_hetero.cluster.topology import DeviceSpec
 from ds_hetero.cost.price import price_of
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.planned import PlannedPipelines
+from ds_hetero.planner.results.pipelines import PlannedPipelines
 
 LIMITS = 3  # longest steps that are tried between the fastest plan and one without a limit
 ALIKE = 1e-3  # of a value: plans that differ less are one

@@ -27,8 +27,8 @@ from ds_hetero.planner.pipeline_search.finish import Finished, finish, to_plan
 from ds_hetero.planner.pipeline_search.search import Progress, Search, SearchResult, default_effort_s
 from ds_hetero.planner.pipelines.explain import nothing_fits, reasons_of
 from ds_hetero.planner.pipelines.rivals import best_grid, best_sequence, other_plans, predicted_step_s
-from ds_hetero.planner.planned import PlannedPipelines, Rival
 from ds_hetero.planner.published.registry import expect_describable, find_planner
+from ds_hetero.planner.results.pipelines import PlannedPipelines, Rival
 from ds_hetero.values.plans import Plan
 
 MICRO_BATCH_SIZES = (1, 2, 4)

@@ -19,10 +19,11 @@ from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate
 from ds_hetero.planner.pipeline_search.starts import judge_layers, uniform_grids
 from ds_hetero.planner.pipelines.explain import shape_text
-from ds_hetero.planner.planned import Baselines, Rival
 from ds_hetero.planner.planning import searched_candidates
 from ds_hetero.planner.published.interface import PublishedPlanner
 from ds_hetero.planner.published.registry import PLANNERS
+from ds_hetero.planner.results.candidates import Baselines
+from ds_hetero.planner.results.pipelines import Rival
 from ds_hetero.values.plans import BatchSplit, Plan, PlannedModel
 from ds_hetero.values.schedule import Schedule
 

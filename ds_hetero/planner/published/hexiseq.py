@@ -22,8 +22,8 @@ import numpy as np
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.model import CostModel
 from ds_hetero.errors import PlanError
-from ds_hetero.planner.planned import Baselines, ScheduleCandidate, fastest
 from ds_hetero.planner.published.interface import ProfileTable, PublishedPlanner, no_recurrence
+from ds_hetero.planner.results.candidates import Baselines, ScheduleCandidate, fastest
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import apportion

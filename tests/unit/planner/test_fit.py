@@ -185,7 +185,7 @@ def test_advice_is_tried_alone_first_and_the_cheapest_comes_first():
     times = [each.after.iteration_s for each in fitting if not each.changes[0].trains_less]
     assert times == sorted(times) and advice[: len(fitting)] == tuple(fitting)
     for each in fitting:
-        assert plan(cost.cluster, cost.model, each.after.fitted.cost.workload).prediction.feasible
+        assert plan(cost.cluster, cost.model, each.after.cost.workload).prediction.feasible
         assert each.missing_bytes <= 0
 
 
@@ -203,7 +203,7 @@ def test_offloading_the_optimizer_costs_transfers_and_the_hosts_adam():
     cost = cost_of("3090", "llama-3.2-3b", zero_stage=2, seq_len=4096)
     (offload,) = (each for each in advise(best_schedule(cost), "plan") if each.name == "optimizer offload")
     count = cost.model.num_parameters
-    step_s = offload.after.fitted.prediction.parts_s["optimizer_s"]
+    step_s = offload.after.prediction.parts_s["optimizer_s"]
     assert step_s == pytest.approx(count * 4 / 32e9 + count * 28 / 20e9)
 
 
@@ -211,7 +211,7 @@ def test_a_uniform_schedule_is_advised_to_be_planned_and_weights_follow_memory()
     cost = cost_of("a100, a100 sxm 40gb", "llama-3.2-3b", seq_len=131072, zero_stage=2)
     advice = {each.name: each for each in advise(best_schedule(cost, "ring"), "ring")}
     assert "planned tokens and heads" in advice
-    weights = advice["weights by memory"].after.fitted.cost.workload.zero_weights
+    weights = advice["weights by memory"].after.cost.workload.zero_weights
     assert weights is None or weights[0] > weights[1]
 
 
@@ -220,7 +220,7 @@ def test_offloading_activations_costs_two_copies_of_every_layers_input():
     cost = cost_of("3090", "llama-3.2-3b", zero_stage=2, seq_len=65536)
     (offload,) = (each for each in advise(best_schedule(cost), "plan") if each.name == "activation offload")
     of_layer = 65536 * 2 * cost.model.hidden_size
-    before, after = best_schedule(cost), offload.after.fitted
+    before, after = best_schedule(cost), offload.after
     added_s = offload.after.iteration_s - before.prediction.iteration_s
     assert added_s == pytest.approx(2 * cost.model.num_layers * of_layer / 32e9, rel=1e-6)
     parts = [each.cost.memory_phases(*each.cost.arrays(each.schedule))["loss"] for each in (before, after)]

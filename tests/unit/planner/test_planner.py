@@ -18,7 +18,7 @@ from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import make_problem, plan, strategy
-from ds_hetero.planner.planned import compared
+from ds_hetero.planner.results.schedule import compared
 from ds_hetero.planner.search.budget import EvaluationBudget
 from ds_hetero.planner.search.canonical import schedule_of
 from ds_hetero.planner.search.covers import best_levels, cover, minimal_covers

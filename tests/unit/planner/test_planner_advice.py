@@ -16,7 +16,8 @@ from ds_hetero.cost.terms.model_states import state_bytes
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
 from ds_hetero.planner import plan
-from ds_hetero.planner.planning import FewerRanks, OtherStage, faster_with_fewer_ranks, faster_zero_stage
+from ds_hetero.planner.fewer_ranks import FewerRanks, faster_with_fewer_ranks
+from ds_hetero.planner.zero_stage import OtherStage, faster_zero_stage
 
 MODEL = load_model("gpt-3b")
 

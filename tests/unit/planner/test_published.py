@@ -16,12 +16,13 @@ from ds_hetero.models import load_model
 from ds_hetero.planner import plan, strategy
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, expect_places
 from ds_hetero.planner.pipelines.planning import plan_pipelines
-from ds_hetero.planner.planned import Baselines, PlannedPipelines
 from ds_hetero.planner.published import registry
 from ds_hetero.planner.published.hexiscale import planner as hexiscale
 from ds_hetero.planner.published.interface import PublishedPlanner
 from ds_hetero.planner.published.tangram import TangramVariant, plan_tangram
 from ds_hetero.planner.published.tangram.interface import UniformParallelizer
+from ds_hetero.planner.results.candidates import Baselines
+from ds_hetero.planner.results.pipelines import PlannedPipelines
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.placement import Rows
 from ds_hetero.values.section import read_section
