@@ -2,18 +2,18 @@
 
 It differs from HexiSeq's Eqs. 2-12 (`published`, arXiv:2605.07569) in this:
 
-    ring         no barrier between steps; KV travels one block ahead, dK/dV in fp32 come back  (`ring_time`)
-    links        bytes of a device add up at its ports, a node's at its NIC or switch           (`exchange_time`)
-    passes       forward and backward apart; attention 4 + 10 operations, products 1 + 2        (`flops`)
+    ring         no barrier between steps; KV travels one block ahead, dK/dV in fp32 come back  (`ring`)
+    links        bytes of a device add up at its ports, a node's at its NIC or switch           (`exchange`)
+    passes       forward and backward apart; attention 4 + 10 FLOPs, matmuls 1 + 2              (`flops`)
     causality    half the work in a zigzag layout; contiguous groups compute what they can see
     model        KV heads, the true width of the MLP, vocabulary and loss, the optimizer's step
     devices      achieved shares of the peaks, lower for few tokens, few heads and short keys   (`DeviceSpec`)
     ZeRO         stage 3's gathers and reductions beside the blocks, hidden as far as they fit; lower stages'
-                 all-reduce after the backward and their gather after the step                  (`zero_time`)
+                 all-reduce after the backward and their gather after the step                  (`zero`)
     checkpoints  with activation checkpointing the backward begins with the layer's whole forward, its exchanges
                  included; attention's own recomputation is part of its 10 operations
-    memory       per layer, by what is kept, moment by moment, with DeepSpeed's buffers         (`memory`)
-    recurrence   layers that carry a state, beside those of attention                           (`recurrent`)
+    memory       per layer, by what is saved, phase by phase, with DeepSpeed's buffers          (`phases`)
+    recurrence   linear-attention and SSM layers, beside those of attention                     (`recurrent`)
 
 A block is the time between two layers in a steady run: non-attention work and both exchanges of a group come before
 its ring, and the slowest group of the ring ends the block. Of a model with layers of attention and of recurrence it is

@@ -1,7 +1,7 @@
 """The two passes of one block, forward and backward, as the runtime runs them: from tokens and heads to times.
 
-A pass is non-attention work, the exchanges of every group, and one trip of KV around the ring. `ring_time` says when
-the slowest group is done.
+A pass is non-attention work, the exchanges of every group, and one trip of KV around the ring. `ring_finish_s` says
+when the slowest group is done.
 
 Dimension key: P passes (forward, backward), B assignments, D ranks, K groups in ring order.
 """

@@ -31,8 +31,8 @@ _LEFT_OUT_ROUNDS = 3  # of leaving out more ranks; chosen, never measured
 _MOST_NODES_ALONE = 64  # up to which each node is left out, or kept, alone; chosen, never measured
 # Sets of ranks that are searched in a round, the most promising ones; fewer of many ranks. Chosen, never measured.
 _SEARCHED, _SEARCHED_OF_MANY, _MANY_TO_SEARCH = 4, 1, 64
-# Budgets of a probe and of a longer one, in seconds of `EvaluationBudget`, and how many times as slow as the longer one,
-# or as the whole search, a probe seldom is. Chosen, never measured.
+# Budgets of a probe and of a longer one, in seconds of `EvaluationBudget`, and how many times as slow as the longer
+# one, or as the whole search, a probe seldom is. Chosen, never measured.
 _PROBE_S, _PROBE_SLACK = 0.01, 1.4
 _LONG_PROBE_S, _LONG_PROBE_SLACK = 0.03, 1.01
 

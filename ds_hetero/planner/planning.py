@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import shortened
@@ -28,10 +27,7 @@ from ds_hetero.values.baselines import COMPARED
 from ds_hetero.values.plans import Plan
 from ds_hetero.values.schedule import LAYOUTS
 
-if TYPE_CHECKING:
-    pass
-
-MAX_REJECTED = 4  # alternatives of the search that are explained
+MAX_REJECTED = 4  # alternatives of the search that are explained; chosen, so that they fit on a screen
 
 
 def plan(
@@ -77,7 +73,7 @@ def plan(
         best = fastest(searched, ())
     if best is None:
         raise MemoryPlanError(does_not_fit(cost, (*searched, *baselines.candidates)))
-    best_of = {kind: baselines.best(kind) for kind in COMPARED}
+    best_baselines = {kind: baselines.best(kind) for kind in COMPARED}
     return PlannedSchedule(
         plan=Plan.of_replicas((best.schedule,)),
         prediction=best.prediction,
@@ -85,9 +81,9 @@ def plan(
         search_s=time.perf_counter() - started,
         step_s=best.prediction.iteration_s,
         tokens=workload.step_tokens,
-        baselines={kind: candidate.prediction if candidate else None for kind, candidate in best_of.items()},
-        baseline_names={kind: candidate.name for kind, candidate in best_of.items() if candidate},
-        baseline_reasons={kind: baselines.why_not(kind) for kind, candidate in best_of.items() if not candidate},
+        baselines={kind: candidate.prediction if candidate else None for kind, candidate in best_baselines.items()},
+        baseline_names={kind: candidate.name for kind, candidate in best_baselines.items() if candidate},
+        baseline_reasons={kind: baselines.why_not(kind) for kind, candidate in best_baselines.items() if not candidate},
         planner=planner,
         rejected=tuple(_rejected(best, describe(best.schedule, cluster), searched, baselines)),
         idle_ranks=idle_ranks(best.schedule),
@@ -121,8 +117,8 @@ def searched_candidates(cost: CostModel, layout: str | None = None, token_unit: 
         layout: ``"zigzag"`` or ``"contiguous"``; left out, zigzag wherever it matters.
     """
     problem, rank_of = make_problem(cost, layout=layout, token_unit=token_unit)
-    found = search(problem)[: 1 + MAX_REJECTED]
-    return [ScheduleCandidate.of(schedule_of(problem, assignment, rank_of), cost) for assignment in found]
+    assignments = search(problem)[: 1 + MAX_REJECTED]
+    return [ScheduleCandidate.of(schedule_of(problem, assignment, rank_of), cost) for assignment in assignments]
 
 
 def _of_published(name: str, cost: CostModel, layout: str | None) -> ScheduleCandidate:

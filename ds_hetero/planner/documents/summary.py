@@ -35,7 +35,7 @@ class DocumentsReport:
 
     Args:
         bytes_by_link: what the ranks send of keys, values and their gradients in one block, by
-            `ds_hetero.planner.document_search.placement_loads.LINK_KINDS`.
+            `ds_hetero.planner.document_search.loads.LINK_KINDS`.
     """
 
     placement: Placement  # of the row

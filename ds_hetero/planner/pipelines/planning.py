@@ -1,7 +1,7 @@
 """The front door: a cluster, a model, a length and a global batch in; a plan of pipelines and the reasons for it out.
 
 Uniform grids and pure sequence parallelism are always candidates, and so are HexiScale's and Tangram's plans where
-their searches are cheap (`others`): a plan is never slower than the best of them under the same cost model. The search
+their searches are cheap (`rivals`): a plan is never slower than the best of them under the same cost model. The search
 begins at those plans, under the choice of recomputation with the best of them.
 """
 
