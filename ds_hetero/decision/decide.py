@@ -24,7 +24,7 @@ from ds_hetero.decision.facts import JobFacts, workload_of
 from ds_hetero.errors import ConfigError, ModelError, PlanError, ScheduleError
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import PlannedSchedule, planning, strategy
-from ds_hetero.planner.memory.best import weights_by_memory
+from ds_hetero.planner.memory.zero_weights import weights_by_memory
 from ds_hetero.planner.published.registry import find_planner
 from ds_hetero.values.baselines import FROM_DEVICES, FROM_PLANNER, STRATEGIES, UNIFORM, proportional, ulysses
 from ds_hetero.values.plans import Plan, read_plan

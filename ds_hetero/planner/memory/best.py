@@ -1,23 +1,16 @@
 """The schedule whose memory is shown: the fastest that fits, or the one that is nearest to fitting; and the limits.
 
-``"zero_partition": "memory"``: every rank owns as much of the model states as its memory has room for.
-
 Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from ds_hetero.cluster.topology import DeviceSpec
-from ds_hetero.common.arrays import Floats
-from ds_hetero.common.text import GIB
 from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.model import CostModel, Prediction
-from ds_hetero.cost.terms.model_states import owned_share_D, partitioned_bytes, partitioned_parts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.planning import searched_candidates
@@ -26,68 +19,10 @@ from ds_hetero.planner.search.memory_fit import fits_somehow
 from ds_hetero.planner.strategies import strategy
 from ds_hetero.values.schedule import Schedule
 
-
-def weights_by_memory(replicas: Sequence[tuple[CostModel, Schedule]]) -> tuple[float, ...]:
-    """Shares of all ranks by what their devices have left after everything that ZeRO does not partition.
-
-    A moment that needs more of partitions than the model states themselves, as the optimizer's step does, leaves room
-    for as much less of them.
-
-    Args:
-        replicas: of every one its cost model, with equal ZeRO partitions, and its schedule.
-
-    Raises:
-        PlanError: see `weights_by_room`.
-    """
-    cost, _ = replicas[0]
-    partitioned = partitioned_bytes(cost.model, cost.workload)
-    room = [float(left) for cost, schedule in replicas for left in _room_bytes(cost, schedule, partitioned)]
-    if not cost.workload.zero_within:
-        return weights_by_room(room, partitioned)
-    ends = np.cumsum([len(node.devices) for node in cost.cluster.nodes])
-    return tuple(
-        weight for of_node in np.split(room, ends[:-1]) for weight in weights_by_room(of_node.tolist(), partitioned)
-    )
-
-
-def _room_bytes(cost: CostModel, schedule: Schedule, partitioned: float) -> Floats:
-    """Room for model states on every rank at its fullest moment, ``[D]``."""
-    share_D, rooms = partitioned * owned_share_D(cost.workload, cost.cluster), []
-    for parts in cost.memory_phases(*cost.arrays(schedule.shifted(0))).values():
-        own_D = partitioned_parts(parts, cost.workload)
-        left_D = cost.capacity_bytes_D - (parts.total - own_D)
-        rooms.append(left_D * np.where((own_D > share_D) & (left_D > 0), share_D / np.maximum(own_D, 1.0), 1.0))
-    return np.asarray(np.min(rooms, axis=0))
-
-
-def weights_by_room(room_bytes: Sequence[float], partitioned: float) -> tuple[float, ...]:
-    """Shares of ``partitioned`` bytes in proportion to room, so that all ranks keep the same part of theirs free.
-
-    With nothing to partition, as where all of it is offloaded to the host, shares are equal.
-
-    Raises:
-        PlanError: some rank has no room even without any share, or all room together is not enough.
-    """
-    if not partitioned:
-        return (1.0,) * len(room_bytes)
-    full = [f"rank {rank} by {-room / GIB:.2f} GiB" for rank, room in enumerate(room_bytes) if room < 0]
-    if full:
-        raise PlanError(
-            f"without any share of the model states, memory is exceeded already on {', '.join(full)}. Give those ranks "
-            "fewer tokens or samples, or use shorter sequences or activation checkpointing."
-        )
-    if sum(room_bytes) < partitioned:
-        raise PlanError(
-            f"the model states that ZeRO partitions take {partitioned / GIB:.2f} GiB, but all ranks together have room "
-            f"for {sum(room_bytes) / GIB:.2f} GiB. Use a higher ZeRO stage, offloading, shorter sequences or more "
-            "ranks."
-        )
-    return tuple(room_bytes)
-
-
-MAX_GROWTH = 2**20  # of memory, when the nearest schedule is looked for
-STEP = 1.1  # between two sizes of memory that are tried
-LONGEST = 2**24  # tokens; beyond, nobody asks
+# Of memory, when the nearest schedule is looked for: the most, and between two sizes. Chosen, never measured.
+MAX_GROWTH, _GROWTH_STEP = 2**20, 1.1
+LONGEST = 2**24  # tokens of a sequence; beyond, nobody asks
+_LENGTH_UNIT, _UNITS_TO_ROUND = 256, 32  # a longest sequence is a multiple of 256 tokens beyond 8,192
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +88,19 @@ def longest_sequence(cost: CostModel, source: str | Schedule = "plan") -> int:
 
 
 def _bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
-    unit = 256
+    """The largest length that fits, between one that does and one that does not, to 1 %."""
     while high - low > max(1, low // 100):
         middle = (low + high) // 2
-        if middle > 32 * unit:
-            middle = -(-middle // unit) * unit if -(-middle // unit) * unit < high else middle // unit * unit
+        if middle > _UNITS_TO_ROUND * _LENGTH_UNIT:
+            rounded_up = -(-middle // _LENGTH_UNIT) * _LENGTH_UNIT
+            rounded_down = middle // _LENGTH_UNIT * _LENGTH_UNIT
+            middle = rounded_up if rounded_up < high else rounded_down
         if middle <= low:
             break
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return low
 
 
@@ -193,7 +133,7 @@ def _nearest(cost: CostModel) -> ScheduleCandidate:
         larger = _with_memory(cost, factor)
         if fits_somehow(larger) and (best := _fastest(larger)) is not None:
             return best
-        factor *= STEP
+        factor *= _GROWTH_STEP
     raise PlanError(
         f"{cost.model.name} needs more than {MAX_GROWTH:,} times the memory of these cards. Give a smaller model, "
         "shorter sequences, or more cards."

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from ds_hetero.cluster import cluster_from_dict
+from ds_hetero.common.text import GIB
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.cost.terms.model_states import partitioned_bytes, partitioned_parts, static_bytes
 from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
-from ds_hetero.planner.memory.best import GIB, weights_by_memory, weights_by_room
+from ds_hetero.planner.memory.zero_weights import weights_by_memory, weights_by_room
 from ds_hetero.values.baselines import proportional
 
 MODEL = load_model("gpt-7b")
