@@ -61,22 +61,26 @@ def canonical(cluster: Cluster, workload: Workload) -> tuple[Cluster, Workload, 
         return (devices, -node.link.bytes_per_s, node.link.latency_s, tuple(-reach[n]), node.name, n)
 
     nodes = sorted(range(len(cluster.nodes)), key=node_key)
-    place = {n: i for i, n in enumerate(nodes)}
-    first = np.concatenate([[0], np.cumsum([len(node.devices) for node in cluster.nodes])])
-    rank_of = np.array([first[n] + i for n in nodes for i in inside[n]], dtype=np.int64)
+    place_of_node = {n: place for place, n in enumerate(nodes)}
+    first_rank = np.concatenate([[0], np.cumsum([len(node.devices) for node in cluster.nodes])])
+    rank_of = np.array([first_rank[n] + i for n in nodes for i in inside[n]], dtype=np.int64)
+
+    def with_sorted_devices(n: int) -> Node:
+        node = cluster.nodes[n]
+        return replace(node, devices=tuple(node.devices[i] for i in inside[n]))
+
+    links = []
+    for (a, b), link in cluster.links:
+        pair = sorted((place_of_node[a], place_of_node[b]))
+        links.append(((pair[0], pair[1]), link))
+    links.sort(key=lambda item: item[0])
     moved = Cluster(
-        nodes=tuple(
-            replace(cluster.nodes[n], devices=tuple(cluster.nodes[n].devices[i] for i in inside[n])) for n in nodes
-        ),
+        nodes=tuple(with_sorted_devices(n) for n in nodes),
         network=cluster.network,
-        links=tuple(
-            sorted(
-                (((min(place[a], place[b]), max(place[a], place[b])), link) for (a, b), link in cluster.links),
-                key=lambda item: item[0],
-            )
-        ),
+        links=tuple(links),
     )
-    if (weights := workload.zero_weights) is not None:
+    weights = workload.zero_weights
+    if weights is not None:
         workload = replace(workload, zero_weights=tuple(weights[rank] for rank in rank_of))
     if workload.zero_stage:  # ranks keep their places in ZeRO's rings and among the owners
         places = workload.zero_order or range(len(rank_of))

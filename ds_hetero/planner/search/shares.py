@@ -17,7 +17,9 @@ import numpy as np
 
 from ds_hetero.common.arrays import Floats, Ints
 
-QUANTILES = np.array([0.1, 0.25, 0.5, 0.75])
+QUANTILES = np.array([0.1, 0.25, 0.5, 0.75])  # at which speeds of groups are clipped; chosen, never measured
+_MOST_RATIOS = 256  # of speeds that `two_speed_fill` tries; chosen, never measured
+_BISECTIONS = 50  # of `triangle_fill`, to the last bits of a number
 
 
 @lru_cache(maxsize=65536)
@@ -27,8 +29,8 @@ def apportion(speeds: tuple[float, ...], total: int) -> tuple[int, ...]:
     Start from the rounded-down ideal and hand out the rest one by one where it hurts least; exchange shows
     that no other whole split is better. A speed of zero gets nothing.
     """
-    whole = sum(speeds)
-    shares = [int(total * speed / whole) for speed in speeds]
+    all_speeds = sum(speeds)
+    shares = [int(total * speed / all_speeds) for speed in speeds]
     for _ in range(total - sum(shares)):
         best = min(
             (i for i, speed in enumerate(speeds) if speed > 0),
@@ -54,17 +56,20 @@ def two_speed_fill(token_speed_K: Floats, attention_speed_K: Floats) -> Floats:
     # Plain numbers: of a few groups, and there are seldom more, an array's operations take longer.
     pairs = [(t, a) for t, a in zip(token_speed_K.tolist(), attention_speed_K.tolist(), strict=True) if a > 0]
     pairs.sort(key=lambda pair: pair[0] / pair[1])
-    each_ratio = [t / a for t, a in pairs]
-    ratios = sorted(set(each_ratio))
-    if len(ratios) > 256:
-        ratios = [ratios[i] for i in np.linspace(0, len(ratios) - 1, 256).astype(int).tolist()]
-    token_sum = [0.0, *accumulate(t for t, _ in pairs)]
-    attention_sum = [*reversed([*accumulate(a for _, a in reversed(pairs))]), 0.0]
+    ratio_of_group = [t / a for t, a in pairs]  # ascending
+    ratios = sorted(set(ratio_of_group))
+    if len(ratios) > _MOST_RATIOS:
+        some = np.linspace(0, len(ratios) - 1, _MOST_RATIOS).astype(int)
+        ratios = [ratios[i] for i in some.tolist()]
+    # Token speeds of the first k groups, and attention speeds of all from group k on.
+    token_speed_of_first = [0.0, *accumulate(t for t, _ in pairs)]
+    attention_speed_from_last = [*accumulate(a for _, a in reversed(pairs))]
+    attention_speed_from = [*reversed(attention_speed_from_last), 0.0]
 
     def time_at(ratio: float) -> float:
         """Of shares with t2 = ratio * t1: tokens limit the groups of no larger ratio, attention limits the others."""
-        below = bisect_right(each_ratio, ratio)
-        return float((1 + ratio) / (token_sum[below] + ratio * attention_sum[below]))
+        below = bisect_right(ratio_of_group, ratio)
+        return float((1 + ratio) / (token_speed_of_first[below] + ratio * attention_speed_from[below]))
 
     share_K = np.minimum(token_speed_K, min(ratios, key=time_at) * attention_speed_K)
     return np.asarray(share_K / share_K.sum())
@@ -87,14 +92,17 @@ def fill_groups(token_speed_K: Floats, attention_speed_K: Floats, sees_everythin
     both = np.zeros(len(active))
     both[active] = 1 / (1 / token_speed_K[active] + 1 / attention_speed_K[active])
     two = two_speed_fill(token_speed_K, attention_speed_K)
+    equal = active.astype(float)
     candidates = [] if sees_everything else [triangle_fill(attention_speed_K)]
-    candidates += [both, two, active.astype(float), attention_speed_K, np.sqrt(both), token_speed_K]
+    candidates += [both, two, equal, attention_speed_K, np.sqrt(both), token_speed_K]
     candidates += [np.sqrt(attention_speed_K), np.sqrt(token_speed_K)]
-    candidates += [np.minimum(attention_speed_K, each) for each in _quantiles(attention_speed_K[active])]
+    candidates += [np.minimum(attention_speed_K, most) for most in _quantiles(attention_speed_K[active])]
     share_CK = np.where(active, np.array(candidates), 0.0)
     share_CK = share_CK / share_CK.sum(axis=1, keepdims=True)
-    first = {key.tobytes(): c for c, key in reversed([*enumerate(np.round(share_CK, 9))])}
-    return np.asarray(share_CK[sorted(first.values())])
+    first: dict[bytes, int] = {}  # candidate of every row; the same twice costs evaluations
+    for c, row_K in enumerate(np.round(share_CK, 9)):
+        first.setdefault(row_K.tobytes(), c)
+    return np.asarray(share_CK[list(first.values())])
 
 
 def _quantiles(values: Floats) -> Floats:
@@ -102,8 +110,11 @@ def _quantiles(values: Floats) -> Floats:
     ordered = np.sort(values)
     place = QUANTILES * (len(ordered) - 1)
     below = np.floor(place).astype(np.int64)
-    low, high, part = ordered[below], ordered[np.minimum(below + 1, len(ordered) - 1)], place - below
-    return np.asarray(np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part)))
+    above = np.minimum(below + 1, len(ordered) - 1)
+    low, high, part = ordered[below], ordered[above], place - below
+    # From the nearer end, as numpy does, so that rounding is the same.
+    from_low, from_high = low + (high - low) * part, high - (high - low) * (1 - part)
+    return np.asarray(np.where(part < 0.5, from_low, from_high))
 
 
 def triangle_fill(attention_speed_K: Floats) -> Floats:
@@ -122,9 +133,12 @@ def triangle_fill(attention_speed_K: Floats) -> Floats:
         return out
 
     low, high = 0.0, 1 / float(attention_speed_K.max())
-    for _ in range(50):
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if shares(middle).sum() > 1 else (middle, high)
+        if shares(middle).sum() > 1:
+            high = middle
+        else:
+            low = middle
     return shares(high)
 
 
@@ -160,20 +174,24 @@ def whole_shares(share: Floats, total: int, unit: int) -> Ints:
 
     What does not fill a unit goes to the last rank that has tokens.
     """
-    ideal = share * (total // unit / share.sum(axis=-1, keepdims=True))
+    num_units, rest = divmod(total, unit)
+    ideal = share * (num_units / share.sum(axis=-1, keepdims=True))
     units = np.floor(ideal + 1e-9).astype(np.int64)
-    missing = total // unit - units.sum(axis=-1, keepdims=True)
+    missing = num_units - units.sum(axis=-1, keepdims=True)
     by_remainder = np.argsort(np.where(share > 0, units - ideal, np.inf), axis=-1, kind="stable")
+    # Place of every rank in that order: the first `missing` get one unit more.
     place = np.empty_like(by_remainder)
     np.put_along_axis(place, by_remainder, np.arange(share.shape[-1]), axis=-1)
     units += place < missing
     tokens = units * unit
-    if total % unit:
-        last = share.shape[-1] - 1 - np.argmax(units[..., ::-1] > 0, axis=-1)
-        last = np.expand_dims(last, -1)
-        np.put_along_axis(tokens, last, np.take_along_axis(tokens, last, axis=-1) + total % unit, axis=-1)
+    if rest:
+        from_the_end = np.argmax(units[..., ::-1] > 0, axis=-1)
+        last = np.expand_dims(share.shape[-1] - 1 - from_the_end, -1)
+        tokens_of_last = np.take_along_axis(tokens, last, axis=-1)
+        np.put_along_axis(tokens, last, tokens_of_last + rest, axis=-1)
     return np.asarray(tokens)
 
 
 def _group_sum(values: Floats, group_of: Ints, num_groups: int) -> Floats:
+    """Sums over the ranks of every group, ``[K]``."""
     return np.asarray(np.bincount(group_of, weights=values, minlength=num_groups), dtype=np.float64)
