@@ -3,13 +3,13 @@
 It differs from HexiSeq's Eqs. 2-12 (`published`, arXiv:2605.07569) in this:
 
     ring         no barrier between steps; KV travels one block ahead, dK/dV in fp32 come back  (`ring`)
-    links        bytes of a device add up at its ports, a node's at its NIC or switch           (`exchange`)
+    links        bytes of a device add up at its ports, a node's at its NIC or switch           (`exchange_s`)
     passes       forward and backward apart; attention 4 + 10 FLOPs, matmuls 1 + 2              (`flops`)
     causality    half the work in a zigzag layout; contiguous groups compute what they can see
     model        KV heads, the true width of the MLP, vocabulary and loss, the optimizer's step
     devices      achieved shares of the peaks, lower for few tokens, few heads and short keys   (`DeviceSpec`)
     ZeRO         stage 3's gathers and reductions beside the blocks, hidden as far as they fit; lower stages'
-                 all-reduce after the backward and their gather after the step                  (`zero`)
+                 all-reduce after the backward and their gather after the step        (`RingCollective`)
     checkpoints  with activation checkpointing the backward begins with the layer's whole forward, its exchanges
                  included; attention's own recomputation is part of its 10 operations
     memory       per layer, by what is saved, phase by phase, with DeepSpeed's buffers          (`phases`)

@@ -61,7 +61,7 @@ class GroupBy:
 def run_starts(values: Ints) -> Ints:
     """Where every run of equal values begins: 5 5 7 -> 0 2. Values must not be negative.
 
-    `np.diff` takes much longer on the short arrays of a search.
+    numpy's ``diff`` takes much longer on the short arrays of a search.
     """
     is_start = np.concatenate([values[:1] >= 0, values[1:] != values[:-1]])
     return np.flatnonzero(is_start)

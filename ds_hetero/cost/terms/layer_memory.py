@@ -22,7 +22,7 @@ from ds_hetero.models.shapes import ModelSpec
 
 LOGIT_TILE_TOKENS = 1024  # of a tiled loss where nobody says its size; chosen, never measured
 LOSS_CHUNK_TOKENS = 1024  # whose softmax exists in fp32 at once, of `ds_hetero.runtime.loss`
-MLP_TILE_TOKENS = 4096  # of a tiled MLP; what `fit` advises for "tile_tokens"; chosen, never measured
+MLP_TILE_TOKENS = 4096  # of a tiled MLP; what `ds-hetero fit` advises for "tile_tokens"; chosen, never measured
 WIDE = 4  # bytes of fp32
 _NORM_COPIES = 5  # of the tokens in fp32, in the backward of transformers' RMSNorm: python -m benchmarks.fake_gpu peaks
 

@@ -23,7 +23,7 @@ CALL_S = 5e-4
 RANK_S = 3e-7
 PAIR_S = 1.2e-8
 
-# Chosen; `python -m benchmarks.planner exact` and `exact --cards` compare what they lead to with the optimum.
+# Chosen; `python -m benchmarks.planner exact`, with ``--cards`` too, compares what they lead to with the optimum.
 EXHAUSTIVE_RANKS = 5  # 52 partitions of 5 ranks, 203 of 6
 THOROUGH_RANKS = 6  # here what one descent misses another one finds
 FEW_RANKS = 8

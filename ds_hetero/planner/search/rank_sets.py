@@ -16,7 +16,7 @@ from ds_hetero.planner.search.problem import Assignment, Problem
 # A label with more values than this does not become sets; the second limit is for nodes, groups and single ranks. So
 # above 16 ranks no rank moves alone: a round would be thousands of moves. Chosen, never measured.
 MAX_SETS, FEW_SETS = 32, 16
-_MAX_MAKEUPS = 4_000_000  # entries of a table of groups by classes; 32 MB; chosen, never measured
+_MAX_MAKEUP_TABLE = 4_000_000  # entries of a table of groups by classes; 32 MB; chosen, never measured
 
 
 def rank_classes(problem: Problem, grouping: Grouping, at: Assignment) -> Ints:
@@ -27,7 +27,7 @@ def rank_classes(problem: Problem, grouping: Grouping, at: Assignment) -> Ints:
     """
     _, work = np.unique(problem.kind * (problem.num_heads + 1) + at.heads, return_inverse=True)
     num_works = int(work.max()) + 1
-    if grouping.num_groups * num_works > _MAX_MAKEUPS:
+    if grouping.num_groups * num_works > _MAX_MAKEUP_TABLE:
         return np.asarray(work)
     entry = grouping.group_of * num_works + work
     makeup = np.bincount(entry, minlength=grouping.num_groups * num_works)  # ranks by group and work

@@ -19,7 +19,7 @@ from ds_hetero.common.arrays import Floats, Ints
 
 QUANTILES = np.array([0.1, 0.25, 0.5, 0.75])  # at which speeds of groups are clipped; chosen, never measured
 _MOST_RATIOS = 256  # of speeds that `two_speed_fill` tries; chosen, never measured
-_BISECTIONS = 50  # of `triangle_fill`, to the last bits of a number
+_TRIANGLE_BISECTIONS = 50  # of `triangle_fill`, to the last bits of a number
 
 
 @lru_cache(maxsize=65536)
@@ -133,7 +133,7 @@ def triangle_fill(attention_speed_K: Floats) -> Floats:
         return out
 
     low, high = 0.0, 1 / float(attention_speed_K.max())
-    for _ in range(_BISECTIONS):
+    for _ in range(_TRIANGLE_BISECTIONS):
         middle = (low + high) / 2
         if shares(middle).sum() > 1:
             high = middle
