@@ -166,7 +166,7 @@ def _outlook(
         reason = fitted.prediction.reason
         if remedy is not None:
             after = tried[0].after
-            reason = f"with {remedy.name}, {tried[0].why_not if after is None else after.fitted.prediction.reason}"
+            reason = f"with {remedy.name}, {tried[0].why_not if after is None else after.prediction.reason}"
         return _Outlook(name, cluster, 0, fitted, (), reason)
     is_planned = any(change.name == PLANNED for change in best.changes)
     longest = longest_sequence(best.after.cost, "plan" if is_planned else source)

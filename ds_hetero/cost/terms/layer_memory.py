@@ -174,7 +174,7 @@ def _token_bytes(model: ModelSpec, workload: Workload, cut: int) -> _TokenBytes:
     inner = element * inner_widths * mlp_width
     routed = 2 * element * model.experts_per_token * hidden
     inner += routed
-    mlp_saved = norm
+    mlp_saved: float = norm
     if not workload.tiled_mlp:
         mlp_saved = norm + (inner + num_mlp_matmuls * adapter)
     return _TokenBytes(norm, inner, routed, mlp_saved, adapter, mlp_width)
