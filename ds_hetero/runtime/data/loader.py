@@ -57,8 +57,9 @@ class ShardedLoader:
     Caller: every rank of the world.
     Collectives: once, a short description of every rank's loader over the world, and again if first batches have to be
         compared. With "same", per step, and where replicas differ, per optimizer step: one all_gather of 128 integers
-        over the world. With "own", per sp_size steps: two small all_gathers over the world and one all_to_all_single of
-        the bytes of all shards; entries that are not tensors are pickled into the second all_gather, if there are any.
+        over the world. With "own", per sp_size steps: one such all_gather, a second one of the longest description
+        where one does not fit into it (entries that are not tensors are pickled into them), and one all_to_all_single
+        of the bytes of all shards.
 
     Raises:
         BatchError: on every rank. When made: the loaders of the ranks contradict each other. In iteration: a batch

@@ -158,7 +158,7 @@ def _count_traffic(rank):
     with CommDebugMode() as comms:
         for _ in range(3):
             next(own)
-    assert comms.get_total_counts() == 3
+    assert comms.get_total_counts() == 2  # the descriptions of three small batches fit into one all_gather
 
 
 def test_two_replicas_read_different_data_and_the_reason_is_logged():

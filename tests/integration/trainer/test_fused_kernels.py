@@ -266,6 +266,7 @@ def _refusals(rank: int) -> list[str]:
     with pytest.raises(ds_hetero.ConfigError) as of_loss:
         for batch in handle.dataloader(batches(1), batches="same"):
             engine.backward(engine(**batch).loss)
+            engine.step()
     messages.append(str(of_loss.value).partition("Use handle.loss")[2])
     return messages
 
