@@ -52,7 +52,13 @@ def whole_saves(holdings: Iterable[Holding]) -> list[tuple[Save, dict[int, list[
     for holding in holdings:
         saves.setdefault(holding.save, {}).setdefault(holding.rank, []).append(holding.place)
     whole = [save for save, parts in saves.items() if len(parts) == save.world_size]
-    return [(save, {rank: sorted(saves[save][rank]) for rank in sorted(saves[save])}) for save in sorted(whole)[::-1]]
+    newest_first = sorted(whole, reverse=True)
+    return [(save, _in_order(saves[save])) for save in newest_first]
+
+
+def _in_order(parts: Mapping[int, Sequence[tuple[str, str]]]) -> dict[int, list[tuple[str, str]]]:
+    """Ranks ascending, and the places of each rank's part."""
+    return {rank: sorted(places) for rank, places in sorted(parts.items())}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

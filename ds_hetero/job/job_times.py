@@ -38,8 +38,10 @@ class JobTimes(NamedTuple):
 
     def tokens_per_s(self, plan: Plan) -> float:
         """Tokens of the job: of every rank of pipelines' first stages, of one rank where those are tensor-parallel."""
-        first = [pipeline.stages[0] for pipeline in plan.pipelines]
-        readers = [rank for stage in first for rank in (stage.ranks if stage.inner == "sequence" else stage.ranks[:1])]
+        readers: list[int] = []
+        for pipeline in plan.pipelines:
+            stage = pipeline.stages[0]
+            readers += stage.ranks if stage.inner == "sequence" else stage.ranks[:1]
         return sum(self.ranks[rank].tokens_per_s for rank in readers)
 
 

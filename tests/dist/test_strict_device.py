@@ -16,11 +16,7 @@ import torch.distributed as dist
 
 from ds_hetero.runtime.peers.board import Stay, own_collectives
 from ds_hetero.runtime.peers.posted import begin_noting, has_unfinished, is_unfinished
-from ds_hetero.runtime.pipeline.hops import make_boundary_groups
-from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
-from ds_hetero.runtime.process_groups import ProcessGroups
-from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
-from tests.dist.test_pipeline import Batch
+from tests.dist.lone_stages import lone_stages
 from tests.strict_group import own_device
 from tests.support import run_ranks
 
@@ -140,19 +136,7 @@ def test_nothing_is_raised_where_a_peer_is_gone() -> None:
 
 def _short_of_memory(rank: int, short: int) -> float | None:
     """A step of as many stages as ranks; on one of them every allocation needs an idle device."""
-    world_size = dist.get_world_size()
-    stages = tuple(Stage(ranks=(i,), layers=(i, i + 1)) for i in range(world_size))
-    pipeline = Pipeline(stages=stages, micro_batch_size=2, micro_batches=5)
-    plan = Plan(pipelines=(pipeline,), model=PlannedModel(num_layers=world_size, num_heads=4, num_kv_heads=4))
-    groups = make_boundary_groups(plan, ProcessGroups())
-
-    def compute(_: object, hidden: torch.Tensor | None) -> torch.Tensor:
-        if hidden is None:
-            return torch.ones(2, 8, 4, requires_grad=True)
-        return hidden.square().sum() if rank == world_size - 1 else hidden * 2
-
-    runner = PipelineRunner(neighbours_of(plan, rank, groups, torch.device("cpu")), compute, 4, torch.float32)
-    batches = [Batch(torch.zeros(2, 8), 1.0) for _ in range(5)]
+    runner, batches = lone_stages(rank, micro_batches=5)
     with own_device().allocating_by_free() if rank == short else nullcontext():
         total = runner.train(batches)
         runner.evaluate(batches)

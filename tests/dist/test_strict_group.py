@@ -14,12 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ds_hetero.runtime.pipeline import runner as runner_module
-from ds_hetero.runtime.pipeline.hops import make_boundary_groups
-from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
-from ds_hetero.runtime.process_groups import ProcessGroups
-from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
+from ds_hetero.runtime.pipeline.runner import PipelineRunner
 from tests.dist.attention.test_attention import _check_by_heads, _check_cases, _check_moves, _check_routes
-from tests.dist.test_pipeline import Batch
+from tests.dist.lone_stages import lone_stages
 from tests.support import run_ranks
 
 SHORT = {"STRICT_GROUP_LOCK_S": "4"}  # of planted locks
@@ -85,24 +82,12 @@ def test_what_blocks_a_host_on_nccl_is_a_lock_that_names_all_ranks(
 
 def _pipeline(rank: int, connects: bool) -> None:
     """A step of as many stages as ranks, which pass on what they get."""
-    world_size = dist.get_world_size()
-    stages = tuple(Stage(ranks=(i,), layers=(i, i + 1)) for i in range(world_size))
-    pipeline = Pipeline(stages=stages, micro_batch_size=2, micro_batches=4)
-    plan = Plan(pipelines=(pipeline,), model=PlannedModel(num_layers=world_size, num_heads=4, num_kv_heads=4))
-    groups = make_boundary_groups(plan, ProcessGroups())
-
-    def compute(_: object, hidden: torch.Tensor | None) -> torch.Tensor:
-        if hidden is None:
-            return torch.ones(2, 8, 4, requires_grad=True)
-        return hidden.square().sum() if rank == world_size - 1 else hidden * 2
-
-    runner = PipelineRunner(neighbours_of(plan, rank, groups, torch.device("cpu")), compute, 4, torch.float32)
-    batches = [Batch(torch.zeros(2, 8), 1.0) for _ in range(4)]
+    runner, batches = lone_stages(rank, micro_batches=4)
     with nullcontext() if connects else _asking_at_once():
         total = runner.train(batches)
         runner.train(batches)
         runner.evaluate(batches)
-    assert total is None or float(total) == 4 * 64 * 4 ** (world_size - 2)
+    assert total is None or float(total) == 4 * 64 * 4 ** (dist.get_world_size() - 2)
 
 
 @contextmanager

@@ -47,9 +47,10 @@ def _remedies(cost: CostModel, parts: MemoryParts, least: float, *, offloads: bo
     work = cost.workload
     states = parts.weights + parts.gradients + parts.optimizer_state
     may_step_there = offloads and work.zero_stage > 0 and not work.offload_optimizer
+    by_tiled_loss = 0.0 if work.tiled_logits else parts.logits
     saved = {
-        "tiled loss": 0.0 if work.tiled_logits else parts.logits,
-        "tiled MLP and loss": 0.0 if work.tiled_mlp else parts.layer + (0.0 if work.tiled_logits else parts.logits),
+        "tiled loss": by_tiled_loss,
+        "tiled MLP and loss": 0.0 if work.tiled_mlp else parts.layer + by_tiled_loss,
         "activation checkpointing": 0.0 if work.activation_checkpointing else parts.activations,
         "activation offload": parts.activations if offloads and not work.offload_activations else 0.0,
         "ZeRO stage 3": states if work.zero_stage < 3 else 0.0,

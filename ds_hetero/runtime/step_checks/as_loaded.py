@@ -20,6 +20,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from ds_hetero.common.text import ranks_by_value
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.data.shard_info import ShardInfo, weighted_sums
 from ds_hetero.runtime.replica import Replica
@@ -95,7 +96,7 @@ class AsLoaded:
         if self._changes is None:
             self._changes = of_forward
         else:
-            is_unchanged = self._changes[2:].eq(0).all()
+            is_unchanged = self._changes[2:].eq(0).all()  # behind the size and the sum of indices
             self._changes = torch.where(is_unchanged, of_forward, self._changes)
 
     def numbers(self) -> Numbers:
@@ -117,12 +118,10 @@ class AsLoaded:
     def verdict(self, rows: Sequence[Sequence[float]]) -> Verdict:
         """See `StepCheck`."""
         changes = [_Changes(*row) for row in rows]
-        offsets = {rank: _offset(change) for rank, change in enumerate(changes) if change.size}
         if verdict := _of_other_batches(changes):
             return verdict
-        ranks_of: dict[float, list[int]] = {}
-        for rank in offsets:
-            ranks_of.setdefault(changes[rank].replica, []).append(rank)
+        offsets = {rank: _offset(change) for rank, change in enumerate(changes) if change.size}
+        ranks_of = ranks_by_value((rank, changes[rank].replica) for rank in offsets)
         for ranks in ranks_of.values():
             by_rank = [offsets[rank] for rank in ranks]
             if None not in by_rank and len(set(by_rank)) > 1:
@@ -138,11 +137,8 @@ class AsLoaded:
 
 def _of_other_batches(changes: Sequence[_Changes]) -> BatchError | None:
     """Ranks of a replica that ran forwards of different batches."""
-    ranks_of: dict[float, list[int]] = {}
-    for rank, change in enumerate(changes):
-        if change.batches >= 0:
-            ranks_of.setdefault(change.replica, []).append(rank)
-    for ranks in ranks_of.values():
+    known = ((rank, change.replica) for rank, change in enumerate(changes) if change.batches >= 0)
+    for ranks in ranks_by_value(known).values():
         if len({changes[rank].batches for rank in ranks}) > 1:
             first = [int(changes[rank].first_batch) for rank in ranks]
             return BatchError(

@@ -59,7 +59,10 @@ class SameSwitches:
     def verdict(self, rows: Sequence[Sequence[float]]) -> Verdict:
         """See `StepCheck`."""
         by_rank = dict(zip(_Switches._fields, zip(*rows, strict=True), strict=True))
-        for switch in _Switches._fields[:2] + ("autocast",) * self._is_split:
+        refused = ["requires_grad", "training"]
+        if self._is_split:
+            refused.append("autocast")
+        for switch in refused:
             if len(set(by_rank[switch])) > 1:
                 what, remedy = _REFUSED[switch]
                 return ModelError(

@@ -21,8 +21,13 @@ def forward_each(
 ) -> tuple[Tensor, Tensor]:
     """`AttentionKernel.forward` of many blocks by one ``forward`` for each."""
     q, k, v = qkv
-    parts = [forward(q[:, :, at_q], k[:, :, at_k], v[:, :, at_k], scores, band) for at_q, at_k, band in blocks.parts()]
-    return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    for at_q, at_k, band in blocks.parts():
+        out, lse = forward(q[:, :, at_q], k[:, :, at_k], v[:, :, at_k], scores, band)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
 def backward_each(
