@@ -291,6 +291,8 @@ def read_plan_file(path: Path) -> Plan:
 def judge_plan_file(scenario: Scenario, path: Path) -> tuple[Plan, StageCosts, Finished]:
     """Read a plan of pipelines and predict it, with its own recomputation. Raises `PlanError`, `ScheduleError`."""
     from ds_hetero.planner.pipelines.given import judge_given
+    from ds_hetero.planner.pipelines.native_types import expect_trainable
 
     plan = read_plan_file(path)
+    expect_trainable(scenario.cluster.devices, scenario.workload, plan)
     return plan, *judge_given(plan, scenario.cost_model, scenario.cluster, scenario.model, scenario.workload)

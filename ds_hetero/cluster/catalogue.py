@@ -408,5 +408,5 @@ def _without_bf16(entry: CatalogueEntry, bf16_flops_per_s: float) -> str:
     rates = f"{bf16_flops_per_s / TERA:g} of {entry.device.peak_flops_per_s / TERA:g} TFLOP/s at best"
     return (
         f"{entry.device.name} has no bf16, its figures are those of fp16: in bf16 it computes in fp32, at {rates}. "
-        "Train such a job in fp16"
+        "Train such a job in fp16; one in bf16 is refused at its start"
     )

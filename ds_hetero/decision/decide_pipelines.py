@@ -19,6 +19,7 @@ from ds_hetero.cost.stages.calibrated import INNERS
 from ds_hetero.decision.facts import FP32_BYTES, JobFacts, TrainingFacts, workload_of
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.planner.pipelines.native_types import expect_trainable
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.results.pipelines import PlannedPipelines
 from ds_hetero.values.plans import INNER, Plan
@@ -139,7 +140,7 @@ def search_pipelines(
     Raises:
         ConfigError: see `global_batch_of`; or the cluster has another number of devices than the job has ranks.
         ModelError: no cost model describes the model.
-        PlanError: nothing fits; the message says which stage lacks how many GiB.
+        PlanError: nothing fits, and the message says which stage lacks how many GiB; or see `expect_trainable`.
     """
     job, section = facts.job, facts.job.section
     cluster = measured if measured is not None else load_cluster(section.cluster)
@@ -148,10 +149,12 @@ def search_pipelines(
             f'"{SECTION}.cluster" describes {cluster.num_ranks} devices, the job has {world_size} processes. With '
             '"parallel": "full" it describes every device of the job once, in rank order.'
         )
+    workload = pipelines_workload(job, on_host=on_host)
+    expect_trainable(cluster.devices, workload)
     planned = plan_pipelines(
         cluster,
         _spec_of(job),
-        pipelines_workload(job, on_host=on_host),
+        workload,
         global_batch_of(job.training),
         inners=facts.inners,
         planner=section.planner,

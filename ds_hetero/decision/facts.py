@@ -66,6 +66,7 @@ class TrainingFacts:
     micro_batch_size: int | None = None  # sequences of a micro-batch, if given
     accumulation_steps: int | None = None  # micro-batches of an optimizer step, if given
     mixed_precision: str | None = None  # data type in which layers are computed, if it is not the model's own
+    autocast: str | None = None  # data type in which torch's autocast computes products, if it is on
     accumulates_in_fp32: bool = False  # gradients are accumulated in fp32 whatever ``mixed_precision`` is
     offloads_optimizer: bool = False  # optimizer states are kept off the device
     offloads_parameters: bool = False  # parameters are kept off the device

@@ -51,6 +51,7 @@ def read_training_facts(ds_config: DsConfig) -> TrainingFacts:
         micro_batch_size=_number(ds_config, "train_micro_batch_size_per_gpu"),
         accumulation_steps=_number(ds_config, "gradient_accumulation_steps"),
         mixed_precision="bfloat16" if bf16 or former_bf16 else "float16" if fp16 else None,
+        autocast=_autocast(ds_config),
         accumulates_in_fp32=_value(ds_config, "data_types", "grad_accum_dtype") in _FP32,
         offloads_optimizer=_offloads(ds_config, "offload_optimizer"),
         offloads_parameters=_offloads(ds_config, "offload_param"),
@@ -58,6 +59,18 @@ def read_training_facts(ds_config: DsConfig) -> TrainingFacts:
         optimizer=str(_value(ds_config, "optimizer", "type") or ""),
         buffers=_buffers(ds_config),
     )
+
+
+def _autocast(ds_config: DsConfig) -> str | None:
+    """The type of "torch_autocast" where it is on and written, such as ``"bfloat16"``; torch's own default is float16.
+
+    DeepSpeed takes ``bf16`` and ``torch.bfloat16`` too (``DtypeEnum`` in deepspeed/runtime/config.py).
+    """
+    written = _value(ds_config, "torch_autocast", "dtype")
+    if _value(ds_config, "torch_autocast", "enabled") is not True or written is None:
+        return None
+    name = str(written).removeprefix("torch.")
+    return "bfloat16" if name == "bf16" else name
 
 
 def _buffers(ds_config: DsConfig) -> Buffers:

@@ -42,6 +42,7 @@ from ds_hetero.decision.decide_pipelines import check_pipeline_section, idle_key
 from ds_hetero.decision.facts import JobFacts, TrainingFacts
 from ds_hetero.decision.start_text import forecast_text, pipelines_text, searched_text
 from ds_hetero.errors import ConfigError
+from ds_hetero.job.native_types import device_without_bf16, dtype_of, expect_native_bf16
 from ds_hetero.planner.published.hetero_ring import FORMULA, LUT, table_text
 from ds_hetero.profiler.cache import cache_folder, describe_age
 from ds_hetero.profiler.kernel_probe import profile_cached
@@ -98,22 +99,25 @@ class MeasuredClusters:
         Collectives: the first time, those of `ds_hetero.profiler.cache.measure_cached`.
         """
         wish, trained = facts.section.attention, (facts.model.head_dim, facts.model.softcap)
-        key = world.size, _dtype_of(facts), str(wish), *trained  # the same on every rank
+        key = world.size, dtype_of(facts), str(wish), *trained  # the same on every rank
         if key not in self._clusters:
             requested = requested_kernel(wish, world.rank)
-            content, is_new = profile_cached(getattr(torch, _dtype_of(facts)), requested, *trained)
+            content, is_new = profile_cached(getattr(torch, dtype_of(facts)), requested, *trained)
             self._clusters[key] = load_cluster(content)
             if world.rank == 0:
                 announce(f"{world.size} ranks, {describe_age(content, is_new)}")
         return self._clusters[key]
 
 
-def agree_on_facts(world: World, read: Callable[[], JobFacts], *, has_kernel: bool = True) -> JobFacts:
+def agree_on_facts(
+    world: World, read: Callable[[], JobFacts], *, has_kernel: bool = True, in_pipelines: bool = False
+) -> JobFacts:
     """Read the facts of the job on every rank and compare them.
 
     Args:
         read: returns this rank's facts; what it raises on any rank is raised on all.
         has_kernel: whether an attention kernel of ours will run, which must work on every rank.
+        in_pipelines: whether the model is cut into stages of pipelines.
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`.
@@ -128,24 +132,25 @@ def agree_on_facts(world: World, read: Callable[[], JobFacts], *, has_kernel: bo
         facts = read()
         if world.rank == 0 and facts.section.report is not None:
             expect_writable(facts.section.report)
-        slow = check_facts(facts, world.size, world.rank) if has_kernel else None
-        return facts, slow, device_name(), own_capabilities(facts, world.rank) if world.size > 1 else ""
+        if has_kernel:
+            check_facts(facts, world.size, world.rank)
+        without_bf16 = device_without_bf16(facts, default_device())
+        return facts, without_bf16, device_name(), own_capabilities(facts, world.rank) if world.size > 1 else ""
 
     examined = world.on_all_ranks(examine)
-    of_ranks, slow_types, devices, capabilities = zip(*examined, strict=True)
+    of_ranks, without_bf16, devices, capabilities = zip(*examined, strict=True)
     _expect_equal([_view(facts) for facts in of_ranks])
+    expect_native_bf16(of_ranks[0], without_bf16, in_pipelines=in_pipelines)
     if has_kernel:
         expect_known_devices(of_ranks[0].section.attention, devices)
-    if world.rank == 0 and any(slow is not None for slow in slow_types):
-        announce(_by_device(slow_types))
     for line in capability_lines(capabilities) if world.rank == 0 else ():
         announce(line)
     facts: JobFacts = of_ranks[world.rank]
     return facts
 
 
-def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> str | None:
-    """Refuse what this rank alone sees to be impossible, before anything is measured; return `expect_kernel`'s.
+def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> None:
+    """Refuse what this rank alone sees to be impossible, before anything is measured.
 
     Raises:
         ConfigError: see `expect_kernel`; or the world cannot be divided into replicas of the given size.
@@ -155,30 +160,17 @@ def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> str | None:
         facts.model.expect_spec()
     if facts.section.schedule in STRATEGIES:
         replica_size(facts.sp_sizes, world_size)
-    return expect_kernel(facts, rank)
+    expect_kernel(facts, rank)
 
 
-def expect_kernel(facts: JobFacts, rank: int = 0) -> str | None:
-    """Refuse a kernel that does not work on this rank's device, or that no kernel knows. Raises `ConfigError`.
-
-    Returns:
-        What the device computes slowly though it works, for people; None if there is nothing.
-    """
-    device = default_device()
+def expect_kernel(facts: JobFacts, rank: int = 0) -> None:
+    """Refuse a kernel that does not work on this rank's device, or that no kernel knows. Raises `ConfigError`."""
     if requested_kernel(facts.section.attention, rank) is not None:
         _kernel_of(facts, rank)
-    if _dtype_of(facts) == "bfloat16" and not has_native_bf16(device):
-        return f"{torch.cuda.get_device_name(device)} does not compute in bfloat16 itself"
-    return None
-
-
-def _dtype_of(facts: JobFacts) -> str:
-    """The data type in which layers are computed."""
-    return facts.training.mixed_precision or facts.model.dtype
 
 
 def _kernel_of(facts: JobFacts, rank: int) -> AttentionKernel:
-    dtype, head_dim = getattr(torch, _dtype_of(facts)), facts.model.head_dim or _USUAL_HEAD_DIM
+    dtype, head_dim = getattr(torch, dtype_of(facts)), facts.model.head_dim or _USUAL_HEAD_DIM
     requested = requested_kernel(facts.section.attention, rank)
     return select(torch.device(default_device().type), dtype, head_dim, facts.model.softcap, requested)
 
@@ -251,13 +243,6 @@ def _architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def _by_device(slow_types: Sequence[str | None]) -> str:
-    """``rank 2, 3: Tesla T4 does not ...``, and what to do."""
-    by_type = ranks_by_value((rank, slow) for rank, slow in enumerate(slow_types) if slow is not None)
-    listed = "; ".join(f"rank {', '.join(map(str, ranks))}: {slow}" for slow, ranks in by_type.items())
-    return f'{listed}: attention is several times slower there. "fp16" in place of "bf16" is fast on such devices.'
-
-
 def expect_same_sections(sections: Sequence[HeterogeneitySection | None]) -> None:
     """Refuse sections, by rank, that differ. Raises `ConfigError`: names key, ranks and values."""
     _expect_equal(
@@ -274,7 +259,7 @@ def _view(facts: JobFacts) -> JsonDict:
         "model": facts.model.name,
         "num_heads": facts.model.num_heads,
         "num_kv_heads": facts.model.num_kv_heads,
-        "dtype": _dtype_of(facts),
+        "dtype": dtype_of(facts),
         "sequence-parallel size": dict(facts.sp_sizes),
     }
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ds_hetero.cli.planning.saves import saves_line, shared_memory
@@ -40,9 +41,12 @@ from ds_hetero.engine.ds_config import read_training_facts, section_of
 from ds_hetero.errors import ConfigError, HeteroError, PlanError
 from ds_hetero.frameworks.deepspeed.batch_sizes import expect_batch_of_replicas
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
+from ds_hetero.job.native_types import device_without_bf16, expect_native_bf16
 from ds_hetero.job.start import check_facts, expect_kernel
 from ds_hetero.planner.pipelines.given import judge_given
+from ds_hetero.planner.pipelines.native_types import expect_trainable
 from ds_hetero.reporting.run_file import expect_writable
+from ds_hetero.runtime.devices import default_device
 from ds_hetero.sharding.zero_partition import check_weights, is_even, node_sizes
 from ds_hetero.values.baselines import FROM_DEVICES
 from ds_hetero.values.plans import Plan
@@ -74,7 +78,9 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
         plan = (
             plan_of_batches(section.batch, training, world_size) if section.batch else given_plan(section, world_size)
         )
-        if wants_search(section) or (plan is not None and is_of_pipelines(plan, section)):
+        in_pipelines = wants_search(section) or (plan is not None and is_of_pipelines(plan, section))
+        _expect_native_bf16(facts, in_pipelines=in_pipelines)
+        if in_pipelines:
             return {**report, **_pipelines(facts, plan, ds_config, world_size, model)}
         if model is not None and not by_batches:
             from ds_hetero.frameworks.transformers.model.model_checks import check_model
@@ -83,6 +89,17 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
         return {**report, **_decision(facts, plan, ds_config, world_size, model)}
     except HeteroError as error:
         return {**report, "problem": str(error)}
+
+
+def _expect_native_bf16(facts: JobFacts, *, in_pipelines: bool) -> None:
+    """Refuse bfloat16 where this machine's GPU lacks it. Raises `ConfigError`, as the start of the job.
+
+    A machine without a GPU, on which a job for others is looked at, says nothing of theirs.
+    """
+    is_known = facts.model.no_spec_reason != NO_MODEL or facts.training.mixed_precision is not None
+    if is_known and torch.cuda.is_available():
+        lacking = device_without_bf16(facts, default_device())
+        expect_native_bf16(facts, [lacking], in_pipelines=in_pipelines)
 
 
 def _decision(
@@ -231,6 +248,7 @@ def _prediction(facts: JobFacts, plan: Plan, world_size: int) -> str:
             f'"{SECTION}.cluster" describes {cluster.num_ranks} devices, the job has {world_size} processes.'
         )
     work = pipelines_workload(facts, on_host=False, seq_len=seq_len)
+    expect_trainable(cluster.devices, work, plan)
     try:
         return judged_text(*judge_given(plan, COST_MODEL, cluster, model.spec, work))
     except PlanError as error:  # a plan of this kind runs all the same, unless memory is short

@@ -148,9 +148,11 @@ def _remarks(rows: Mapping[str, JsonObject]) -> Iterator[str]:
 def _pipelines(scenario: Scenario, global_batch: int, as_json: bool) -> None:
     """Compare planners of pipelines, judged by one cost model."""
     from ds_hetero.planner.pipeline_search.batches import balance_bound_s
+    from ds_hetero.planner.pipelines.native_types import expect_trainable
     from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not
 
     cluster, model, work = scenario.cluster, scenario.model, scenario.workload
+    expect_trainable(cluster.devices, work)
     calibrated = scenario.cost_model == "calibrated"
     models = recomputing_or_not(cluster, model, work) if calibrated else [scenario.stage_costs()]
     planned = plan_pipelines(cluster, model, work, global_batch, costs=None if calibrated else models[0])

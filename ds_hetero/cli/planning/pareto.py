@@ -11,6 +11,7 @@ from ds_hetero.cli.printing import PICTURES, check_out, print_json, print_table,
 from ds_hetero.cli.scenario import Scenario
 from ds_hetero.common.text import time_text
 from ds_hetero.planner.pipelines.explain import shape_text
+from ds_hetero.planner.pipelines.native_types import expect_trainable
 from ds_hetero.planner.pipelines.pareto import Choice, pareto_front
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.values.plans.plan import SCENARIO
@@ -19,6 +20,7 @@ from ds_hetero.values.plans.plan import SCENARIO
 def show_front(scenario: Scenario, global_batch: int, out: Path | None, *, as_json: bool) -> None:
     """Search the front, print it, and draw it if a picture is asked for. Raises `PlanError`, see `pareto_front`."""
     check_out(out, endings=PICTURES)
+    expect_trainable(scenario.cluster.devices, scenario.workload)
     costs = None if scenario.cost_model == "calibrated" else scenario.stage_costs()
     search = partial(plan_pipelines, scenario.cluster, scenario.model, scenario.workload, global_batch, costs=costs)
     front = pareto_front(lambda name, most_s: search(objective=name, at_most_s=most_s), scenario.cluster.devices)

@@ -314,8 +314,10 @@ def _pipelines(
     as_json: bool,
 ) -> _Answer:
     """Search pipelines of unequal stages, or take a published planner's; ``goal``: objective and longest step."""
+    from ds_hetero.planner.pipelines.native_types import expect_trainable
     from ds_hetero.planner.pipelines.planning import plan_pipelines
 
+    expect_trainable(scenario.cluster.devices, scenario.workload)
     costs = None if scenario.cost_model == "calibrated" else scenario.stage_costs()
     progress = _Progress(as_json)
     planned = plan_pipelines(

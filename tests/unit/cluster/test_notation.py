@@ -215,7 +215,7 @@ def test_cards_without_bf16_are_said_to_be_for_fp16_with_the_price_of_bf16():
     devices = cluster_from_dict(read_notation("T4x2,5090").content).devices
     assert device_remarks(devices) == (
         "T4 has no bf16, its figures are those of fp16: in bf16 it computes in fp32, at 8.1 of 65 TFLOP/s at best. "
-        "Train such a job in fp16",
+        "Train such a job in fp16; one in bf16 is refused at its start",
     )
     lacking = {name for name, entry in CATALOGUE.items() if entry.bf16_flops_per_s is not None}
     assert lacking == {name for name, entry in CATALOGUE.items() if "no bf16" in entry.device.source}

@@ -60,20 +60,6 @@ def _facts(dtype: str, **section: Any) -> JobFacts:
     )
 
 
-def test_bfloat16_that_is_emulated_is_said_in_one_line_with_the_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(start, "default_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    world = start.World(0, 1)
-    start.agree_on_facts(world, lambda: _facts("bfloat16"))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("ds_hetero: rank 0: Tesla T4 does not compute in bfloat16 itself: ") and '"fp16"' in line
-    start.agree_on_facts(world, lambda: _facts("float16"))
-    assert not capsys.readouterr().err
-
-
 def test_ranks_that_are_unlike_are_told_with_what_each_can() -> None:
     own = own_capabilities(_facts("float32"), 0)
     assert own == f"CPU, attention by torch, bfloat16 native, torch {torch.__version__}"

@@ -106,7 +106,7 @@ class PipelineInstaller(Installer):
                 check_pipelines_searchable(facts)
             return facts
 
-        facts = agree_on_facts(world, read_facts, has_kernel=has_kernel)
+        facts = agree_on_facts(world, read_facts, has_kernel=has_kernel, in_pipelines=True)
         no_inners = functools.partial(self._models.impossible_inners, model)
         start = start_job(world, facts, clusters, plan=request.plan, read_no_inners=no_inners)
         if world.rank == 0:
