@@ -9,8 +9,8 @@ from typing import Any
 
 import deepspeed
 
+from ds_hetero.common.announce import announce
 from ds_hetero.common.extras import untested_releases
-from ds_hetero.common.text import announce
 from ds_hetero.elastic.worker import own_worker
 from ds_hetero.engine import extension_lock, process
 from ds_hetero.engine import names as torch_names

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.measure.contenders import Contender, Shape, contiguous_positions
 from benchmarks.measure.models import VOCABULARY, trained_model
-from ds_hetero.cluster.catalogue import PROFILED_ERROR
+from ds_hetero.cluster.step_errors import PROFILED_ERROR
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, least_gain
 from ds_hetero.runtime.attention import kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention

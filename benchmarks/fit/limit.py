@@ -17,7 +17,7 @@ from benchmarks.fit.cases import CASES
 from benchmarks.fit.training import Case, make_step
 from benchmarks.measure.ranks import LOOPBACK, run
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.common.text import GIB
+from ds_hetero.common.units import GIB
 from ds_hetero.cost import make_cost_model
 from ds_hetero.planner.memory import Advice, advise, best_schedule
 from ds_hetero.values.schedule import Schedule

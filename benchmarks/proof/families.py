@@ -28,7 +28,7 @@ from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.sharding.zero_partition import FlatGroup, cut_flat_group, cut_parameter
 from ds_hetero.values.placement import Placement, Rows, stream_placement
 from ds_hetero.values.plans import BatchSplit, Pipeline, Plan, PlannedModel, Stage
-from ds_hetero.values.plans.timetable import held_intervals
+from ds_hetero.values.plans.activation_transfers import held_intervals
 from ds_hetero.values.schedule import LAYOUTS, Group, Schedule
 
 Case = tuple[str, Iterator[str]]  # what it is, and what is wrong with it

@@ -30,7 +30,8 @@ from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.sharding.zero_partition import ALIGNMENT
 from ds_hetero.values.placement import Placement, Rows, stream_placement
 from ds_hetero.values.plans import Plan, Stage
-from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, gradients_due, one_f_one_b, transfers
+from ds_hetero.values.plans.activation_transfers import transfers
+from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, gradients_due, one_f_one_b
 from ds_hetero.values.splits import share
 
 HEAD_DIM, ITEM_BYTES, DTYPE = 8, 4, "float32"

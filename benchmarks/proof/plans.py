@@ -13,14 +13,8 @@ from ds_hetero.sharding.gradient_chunks import Box, Chunk, chunks_of, gathered_e
 from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.sharding.zero_partition import FlatGroup, moves
 from ds_hetero.values.plans import BatchSplit, Plan, Stage
-from ds_hetero.values.plans.timetable import (
-    BACKWARD,
-    FORWARD,
-    ActivationTransfer,
-    held_intervals,
-    one_f_one_b,
-    transfers,
-)
+from ds_hetero.values.plans.activation_transfers import ActivationTransfer, held_intervals, transfers
+from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, one_f_one_b
 
 Element = tuple[int, ...]
 

@@ -19,9 +19,10 @@ from benchmarks.real_cards.points import (
     refuse_unclear,
     workload_of,
 )
-from ds_hetero.cluster.catalogue import CATALOGUE, with_attention
+from ds_hetero.cluster.attention_rates import with_attention
+from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.files import load_cluster
-from ds_hetero.common.text import GIB, TERA
+from ds_hetero.common.units import GIB, TERA
 from ds_hetero.cost import CostModel, Prediction, make_cost_model
 from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.terms.flops import ATTENTION_BACKWARD_FLOPS, ATTENTION_FORWARD_FLOPS

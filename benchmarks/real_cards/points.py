@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, Rates, usual_reserve, with_attention
+from ds_hetero.cluster.attention_rates import Rates, with_attention
+from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, usual_reserve
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link, Node
 from ds_hetero.common.reading import MAX_RANKS
-from ds_hetero.common.text import GB, GIB
+from ds_hetero.common.units import GB, GIB
 from ds_hetero.cost.workload import OPTIMIZER_BYTES, Buffers, Workload
 from ds_hetero.models import ModelSpec
 from ds_hetero.reporting.measured_row import OPTIMIZERS

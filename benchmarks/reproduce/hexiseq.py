@@ -37,7 +37,7 @@ from benchmarks.reproduce.hexiseq_show import show, summary
 from ds_hetero.cluster import Cluster, cluster_from_dict, load_cluster
 from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE
 from ds_hetero.common.reading import config_dir
-from ds_hetero.common.text import GB
+from ds_hetero.common.units import GB
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ds_hetero import __version__
-from ds_hetero.common.text import nearest
+from ds_hetero.common.spelling import nearest
 from ds_hetero.errors import HeteroError
 
 _ROOMS = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ds_hetero.common.reading import MAX_SEQ_LEN, expect_whole_number, is_file, is_pipe, read_file, shortened
-from ds_hetero.common.text import nearest
+from ds_hetero.common.spelling import nearest
 from ds_hetero.errors import PlanError
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_hetero.common.reading import JsonObject, shortened
-from ds_hetero.common.text import bytes_text, framed_table, time_text
+from ds_hetero.common.tables import framed_table
+from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.cost.model import Prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.values.plans.plan import SCENARIO

@@ -13,9 +13,12 @@ import click
 
 from ds_hetero.cli.options import FILE, TOKENS
 from ds_hetero.cli.printing import check_out
-from ds_hetero.cluster.catalogue import device_remarks, with_kernel
+from ds_hetero.cluster.catalogue import with_kernel
 from ds_hetero.cluster.files import load_cluster
-from ds_hetero.cluster.notation import read_notation, read_prices, with_host_memory, with_prices
+from ds_hetero.cluster.host_memory import with_host_memory
+from ds_hetero.cluster.notation import read_notation
+from ds_hetero.cluster.prices import read_prices, with_prices
+from ds_hetero.cluster.remarks import device_remarks
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonDict, is_file, is_pipe, read_file, shortened
 from ds_hetero.cost import CalibratedCostModel, make_cost_model

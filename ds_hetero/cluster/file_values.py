@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Efficiency, Link
 from ds_hetero.common.reading import MAX_RANKS, JsonDict, JsonObject, is_whole, shortened, whole_rule
-from ds_hetero.common.text import GB, GIB, MICRO, TERA, did_you_mean
+from ds_hetero.common.spelling import did_you_mean
+from ds_hetero.common.units import GB, GIB, MICRO, TERA
 from ds_hetero.errors import ClusterError
 
 

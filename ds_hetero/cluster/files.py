@@ -41,14 +41,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ds_hetero.cluster.catalogue import (
-    CATALOGUE,
-    NOMINAL_SHARE,
-    PROFILED_ERROR,
-    UNMEASURED_ERROR,
-    usual_reserve,
-    with_attention,
-)
+from ds_hetero.cluster.attention_rates import with_attention
+from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, usual_reserve
 from ds_hetero.cluster.file_values import (
     DEVICE_KEYS,
     DURATION_US,
@@ -63,6 +57,7 @@ from ds_hetero.cluster.file_values import (
     number,
     whole_number,
 )
+from ds_hetero.cluster.step_errors import PROFILED_ERROR, UNMEASURED_ERROR
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Efficiency, Link, Node
 from ds_hetero.common.reading import (
     MAX_RANKS,
@@ -76,7 +71,9 @@ from ds_hetero.common.reading import (
     read_file,
     shortened,
 )
-from ds_hetero.common.text import GB, GIB, MICRO, did_you_mean, listed
+from ds_hetero.common.spelling import did_you_mean
+from ds_hetero.common.text import listed
+from ds_hetero.common.units import GB, GIB, MICRO
 from ds_hetero.errors import ClusterError
 
 MAX_NAME = 200

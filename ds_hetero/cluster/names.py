@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.common.reading import shortened
-from ds_hetero.common.text import GIB
+from ds_hetero.common.units import GIB
 from ds_hetero.errors import ClusterError
 
 MAX_TEXT = 100

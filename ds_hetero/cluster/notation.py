@@ -9,33 +9,24 @@ cards with one kind of NVLink (or Infinity Fabric) ranks talk over that; else ov
 and half as fast through the host's memory where it has a GeForce, whose driver has no peer-to-peer.
 
 The line becomes the content of a cluster file, so that what it means can be saved, read and changed.
-
-Prices of a cluster's devices in one line: ``5090=0.5,3090=0.2``, in money for one hour of one device.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from ds_hetero.cluster.catalogue import (
-    CATALOGUE,
-    NO_DATASHEET,
-    NOMINAL_SHARE,
-    THROUGH_HOST,
-    pcie_bytes_per_s,
-)
-from ds_hetero.cluster.file_values import DEVICE_KEYS, number, whole_number
+from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, THROUGH_HOST, pcie_bytes_per_s
+from ds_hetero.cluster.datasheets import NO_DATASHEET
+from ds_hetero.cluster.file_values import number, whole_number
 from ds_hetero.cluster.names import Named, card_named
-from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import MAX_RANKS, JsonDict, shortened
-from ds_hetero.common.text import GB, GIB, listed
+from ds_hetero.common.units import GB
 from ds_hetero.errors import ClusterError
 
-NETWORK_LATENCY_US = 10.0
-MAX_NOTATION = 20_000
+NETWORK_LATENCY_US = 10.0  # chosen, never measured; `ds-hetero profile` measures it
+MAX_NOTATION = 20_000  # characters; chosen, never measured: a longer line is no cluster that somebody typed
 LIKELY_COUNT = 128  # of an unknown card; a larger number is part of its name, as in GTX 1080 and 7900XTX
 _COUNTED = (
     re.compile(r"(?P<count>\d{1,7})\s*[x*×]\s*(?P<name>.+)", re.IGNORECASE),  # noqa: RUF001 - people type the sign
@@ -128,16 +119,28 @@ def _node(index: int, text: str) -> list[_Cards]:
 
 
 def _cards(text: str) -> _Cards:
+    """Read the cards of one part. Raises `ClusterError`: no card, or no slot behind ``@``."""
     body, at, slot = text.partition("@")
-    body = body.strip()
-    readings = [(1, body)]
-    readings += [(int(match["count"]), match["name"]) for match in (p.fullmatch(body) for p in _COUNTED) if match]
-    counted = [reading for reading in readings[1:] if reading[0] <= LIKELY_COUNT] or readings[:1]
-    count, name = next((reading for reading in readings if _is_known(reading[1])), min(counted))
+    count, name = _count_and_name(body.strip())
     card = card_named(name)
     if not count:
         raise ClusterError(f"--gpus: {shortened(text)} is no card at all. Give 1 or more, or leave it out.")
     return _Cards(count, card, _slot(slot) if at else None)
+
+
+def _count_and_name(text: str) -> tuple[int, str]:
+    """Take a number off the name, before or behind it.
+
+    The first reading whose name is in the catalogue counts, and that without a number is tried first. If none is, the
+    smallest likely number is taken off, so that the error names the rest.
+    """
+    matches = [match for match in (pattern.fullmatch(text) for pattern in _COUNTED) if match]
+    with_number = [(int(match["count"]), match["name"]) for match in matches]
+    for reading in [(1, text), *with_number]:
+        if _is_known(reading[1]):
+            return reading
+    likely = [reading for reading in with_number if reading[0] <= LIKELY_COUNT]
+    return min(likely, default=(1, text))
 
 
 def _is_known(name: str) -> bool:
@@ -159,7 +162,10 @@ def _slot(text: str) -> tuple[int, int]:
 
 
 def _entry(name: str, node: Sequence[_Cards]) -> JsonDict:
-    devices = [cards.named.name for cards in node for _ in range(_ranks(cards))]
+    """A node as cluster files write it."""
+    devices: list[str] = []
+    for cards in node:
+        devices += [cards.named.name] * _ranks(cards)
     links = {CATALOGUE[device].link_name for device in devices}
     if len(links) == 1 and not any(cards.slot for cards in node):
         rate = min(CATALOGUE[device].link_bytes_per_s for device in devices)
@@ -171,6 +177,10 @@ def _entry(name: str, node: Sequence[_Cards]) -> JsonDict:
     else:
         entry["devices"] = devices
     return {**entry, "link": {"bandwidth_gb_per_s": rate / GB, "latency_us": 5, "efficiency": NOMINAL_SHARE}}
+
+
+def _has_datasheet(name: str) -> bool:
+    return not CATALOGUE[name].device.source.startswith(NO_DATASHEET)
 
 
 def _ranks(cards: _Cards) -> int:
@@ -186,56 +196,12 @@ def _pcie(cards: _Cards) -> float:
 
 
 def _remarks(every: Iterable[_Cards]) -> Iterable[str]:
+    """Sentences about names that fit several cards, and about cards with several devices."""
     for cards in every:
         entry, name = CATALOGUE[cards.named.name], cards.named.name
-        others = [other for other in cards.named.others if not CATALOGUE[other].device.source.startswith(NO_DATASHEET)]
-        if others:  # a card that its maker does not sell is meant by nobody who does not say so
+        # A card that its maker does not sell (no datasheet) is meant by nobody who does not say so.
+        others = [other for other in cards.named.others if _has_datasheet(other)]
+        if others:
             yield f"taken for {name}, not for {' or '.join(others)}; say which one if it is another"
         if entry.ranks > 1:
             yield f"a card {name} is {entry.ranks} devices, and so {entry.ranks} ranks"
-
-
-def read_prices(text: str, cluster: Cluster) -> dict[str, float]:
-    """Read prices by the cluster's devices. Raises `ClusterError`: no price, no device, or one that comes twice."""
-    names = tuple(dict.fromkeys(device.name for device in cluster.devices))
-    prices: dict[str, float] = {}
-    for part in text.split(","):
-        card, equals, value = (piece.strip() for piece in part.partition("="))
-        try:
-            price = float(value)
-        except ValueError:
-            price = None
-        if not equals or price is None:
-            raise ClusterError(
-                "--price is cards with the money for one hour of one, such as 5090=0.5,3090=0.2; got "
-                f"{shortened(part)}."
-            )
-        name = _device_named(card, names)
-        if name in prices:
-            raise ClusterError(f"--price names {name} twice. Give one price for a card.")
-        prices[name] = number(f"--price {name}", price, DEVICE_KEYS["price_per_hour"][2])
-    return prices
-
-
-def _device_named(card: str, names: tuple[str, ...]) -> str:
-    """The one of the cluster's devices that ``card`` names."""
-    if card in names:
-        return card
-    meant = card_named(card)
-    matches = [name for name in (meant.name, *meant.others) if name in names]
-    if len(matches) != 1 and meant.name not in names:
-        raise ClusterError(f"--price: {shortened(card)} is none of the cluster's devices: {listed(names)}.")
-    return matches[0]
-
-
-def with_prices(cluster: Cluster, prices: dict[str, float]) -> Cluster:
-    """Return the cluster with these prices, by name of device."""
-    return cluster.with_devices(
-        lambda device: replace(device, price_per_hour=prices.get(device.name, device.price_per_hour))
-    )
-
-
-def with_host_memory(cluster: Cluster, gib: float) -> Cluster:
-    """Return the cluster with so much memory in every machine, for offloads. Raises `ClusterError`: not above zero."""
-    has = number("--host-memory", gib) * GIB
-    return replace(cluster, nodes=tuple(replace(node, host_memory_bytes=has) for node in cluster.nodes))

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from ds_hetero.cluster.catalogue import confidence
+from ds_hetero.cluster.remarks import confidence
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.common.text import GIB
+from ds_hetero.common.units import GIB
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.host_memory import USABLE_HOST_FRACTION, host_bytes_of_nodes
 from ds_hetero.cost.terms.memory_parts import MemoryParts, Phases, peak_bytes, peak_parts

@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_hetero.cluster import Cluster, load_cluster
 from ds_hetero.common.reading import is_file, read_file, shortened
-from ds_hetero.common.text import did_you_mean
+from ds_hetero.common.spelling import did_you_mean
 from ds_hetero.cost import CostModel, Prediction, Workload, make_cost_model
 from ds_hetero.decision.decide_pipelines import PipelineFacts, SearchedPipelines, search_pipelines
 from ds_hetero.decision.facts import JobFacts, workload_of

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from ds_hetero.cluster import Cluster
 from ds_hetero.common.reading import JsonObject
-from ds_hetero.common.text import GIB, bytes_text, framed_table, time_text
+from ds_hetero.common.tables import framed_table
+from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.common.units import GIB
 from ds_hetero.cost import Workload
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.decision.decide import Forecast

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from torch.utils.file_baton import FileBaton
 
-from ds_hetero.common.text import announce, time_text
+from ds_hetero.common.announce import announce
+from ds_hetero.common.text import time_text
 from ds_hetero.engine.patching import Function, Patches, around
 
 ABANDONED_S = 5.0  # until a lock is told that no process has open

@@ -44,8 +44,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
+from ds_hetero.common.announce import announce
 from ds_hetero.common.extras import release_of
-from ds_hetero.common.text import announce, ranks_by_value, ranks_text
+from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.elastic.node.place import AGENT
 from ds_hetero.elastic.worker import own_worker
 from ds_hetero.engine.ds_config import enabled

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from ds_hetero.common.text import announce
+from ds_hetero.common.announce import announce
 from ds_hetero.decision.batches import as_whole
 from ds_hetero.decision.decide import JobStart, sp_size_of
 from ds_hetero.decision.facts import JobFacts

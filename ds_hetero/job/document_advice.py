@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_hetero.common.text import announce
+from ds_hetero.common.announce import announce
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.decision.decide import Forecast
 from ds_hetero.errors import HeteroError

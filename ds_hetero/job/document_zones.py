@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ds_hetero.common.text import announce
+from ds_hetero.common.announce import announce
 from ds_hetero.runtime.attention.batch_layout import BatchLayout
 
 ZONES = ("local", "node", "cluster")

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ds_hetero.common.text import announce
+from ds_hetero.common.announce import announce
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.errors import HeteroError

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Protocol
 
+from ds_hetero.common.announce import announce
 from ds_hetero.common.reading import JsonObject
-from ds_hetero.common.text import announce
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.job.document_zones import DocumentZones
 from ds_hetero.job.documents import CostRenewal

@@ -18,7 +18,8 @@ from statistics import median
 
 import torch
 
-from ds_hetero.common.text import announce, time_text
+from ds_hetero.common.announce import announce
+from ds_hetero.common.text import time_text
 from ds_hetero.decision.decide import Forecast
 from ds_hetero.errors import HeteroError
 from ds_hetero.job.monitor import WARM_UP

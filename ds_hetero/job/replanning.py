@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from ds_hetero.common.announce import announce
 from ds_hetero.common.reading import JsonDict, JsonObject, shortened
-from ds_hetero.common.text import announce
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.job.job_times import JobTimes, observation_of

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from ds_hetero.cluster import load_cluster
+from ds_hetero.common.announce import announce
 from ds_hetero.common.extras import release_of
 from ds_hetero.common.reading import JsonObject
-from ds_hetero.common.text import announce
 from ds_hetero.decision.decide import COST_MODEL, JobStart
 from ds_hetero.decision.decide_pipelines import pipelines_workload
 from ds_hetero.errors import HeteroError

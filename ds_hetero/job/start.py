@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 from ds_hetero.cluster import Cluster, load_cluster
+from ds_hetero.common.announce import announce
 from ds_hetero.common.private_files import make_cache_folder
 from ds_hetero.common.reading import JsonDict, JsonObject, shortened, write_whole
-from ds_hetero.common.text import announce, ranks_by_value, ranks_text
+from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.decision.batches import plan_of_batches
 from ds_hetero.decision.decide import (
     JobStart,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_hetero.common.text import framed_table, time_text
+from ds_hetero.common.tables import framed_table
+from ds_hetero.common.text import time_text
 from ds_hetero.job.job_times import JobTimes, planned_step_s
 from ds_hetero.values.plans import Plan
 

@@ -28,7 +28,8 @@ from ds_hetero.common.reading import (
     read_file,
     shortened,
 )
-from ds_hetero.common.text import listed, nearest
+from ds_hetero.common.spelling import nearest
+from ds_hetero.common.text import listed
 from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.models.shapes import ModelSpec, RecurrentLayers
 

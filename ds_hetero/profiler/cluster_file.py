@@ -18,7 +18,7 @@ from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.file_values import LINK_RATIO, OVERHEAD_S, POSITIVE, Bounds
 from ds_hetero.cluster.topology import Efficiency
 from ds_hetero.common.reading import JsonDict, JsonObject
-from ds_hetero.common.text import GB, GIB, MICRO, TERA
+from ds_hetero.common.units import GB, GIB, MICRO, TERA
 from ds_hetero.errors import ClusterError
 from ds_hetero.profiler.fit import (
     AttentionSample,

@@ -23,7 +23,7 @@ from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.file_values import cluster_to_dict
 from ds_hetero.cluster.topology import Node
 from ds_hetero.common.reading import MAX_SEQ_LEN, JsonDict, is_list, is_whole, read_file, shortened
-from ds_hetero.common.text import GB
+from ds_hetero.common.units import GB
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.cost.terms.host_memory import USABLE_HOST_FRACTION
 from ds_hetero.cost.workload import Buffers

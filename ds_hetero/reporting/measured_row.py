@@ -10,7 +10,7 @@ from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import JsonObject, read_file, shortened
-from ds_hetero.common.text import GB, GIB, TERA
+from ds_hetero.common.units import GB, GIB, TERA
 from ds_hetero.cost.workload import OPTIMIZER_BYTES, Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.reporting.described_plan import PlanScenario

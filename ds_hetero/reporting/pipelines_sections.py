@@ -8,7 +8,8 @@ from typing import Any
 
 from ds_hetero.cluster import Cluster
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.common.text import GIB, bytes_text, time_text
+from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.common.units import GIB
 from ds_hetero.cost.price import price_of
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import StageCosts

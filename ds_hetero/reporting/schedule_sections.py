@@ -12,7 +12,8 @@ from functools import cached_property
 import numpy as np
 
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.common.text import GIB, bytes_text, time_text
+from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.common.units import GIB
 from ds_hetero.cost import CalibratedCostModel, CostModel, Prediction
 from ds_hetero.planner.documents.summary import DocumentsReport, report_documents
 from ds_hetero.planner.results.candidates import Baselines

@@ -15,7 +15,8 @@ from typing import Any
 
 from ds_hetero.cluster import Cluster, Link
 from ds_hetero.common.reading import JsonDict, JsonObject
-from ds_hetero.common.text import GB, MICRO, time_text
+from ds_hetero.common.text import time_text
+from ds_hetero.common.units import GB, MICRO
 from ds_hetero.cost import CostModel
 from ds_hetero.cost.price import BILLION, JOULES_PER_KWH, MILLION, Price, duration_text
 from ds_hetero.reporting.described_plan import DescribedPlan

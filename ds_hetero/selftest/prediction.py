@@ -17,7 +17,7 @@ import ds_hetero
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.common.extras import TRAINING, require
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.common.text import GIB, TERA
+from ds_hetero.common.units import GIB, TERA
 from ds_hetero.cost import CostModel, Workload, make_cost_model
 from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.models import model_from_config

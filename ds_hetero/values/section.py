@@ -29,7 +29,7 @@ from ds_hetero.common.reading import (
     is_weight,
     shortened,
 )
-from ds_hetero.common.text import did_you_mean, nearest
+from ds_hetero.common.spelling import did_you_mean, nearest
 from ds_hetero.errors import ConfigError
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.placement import RemapWish

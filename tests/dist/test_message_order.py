@@ -42,7 +42,7 @@ from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.runtime.replica import Replica, make_replica
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Plan, Stage
-from ds_hetero.values.plans.timetable import held_intervals
+from ds_hetero.values.plans.activation_transfers import held_intervals
 from tests.dist.attention.cases import Case, case_by_heads, moved_case, random_case, routed_case
 from tests.support import run_ranks
 

@@ -22,7 +22,7 @@ from ds_hetero.runtime.pipeline.hops import make_boundary_groups
 from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
 from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
-from ds_hetero.values.plans.timetable import held_intervals
+from ds_hetero.values.plans.activation_transfers import held_intervals
 from tests.support import run_ranks
 
 WIDTH, WORDS, LAYERS = 6, 11, 5

@@ -18,9 +18,6 @@ from tests.unit.test_package import TREES
 TWO_SUBJECTS = frozenset(
     {
         "ds_hetero.cli.showing.pictures",
-        "ds_hetero.cluster.catalogue",
-        "ds_hetero.cluster.notation",
-        "ds_hetero.common.text",
         "ds_hetero.cost.price",
         "ds_hetero.cost.stages.calibrated",
         "ds_hetero.cost.stages.gradients",
@@ -58,7 +55,6 @@ TWO_SUBJECTS = frozenset(
         "ds_hetero.runtime.step_checks.comparison_pace",
         "ds_hetero.selftest.communication",
         "ds_hetero.selftest.summary",
-        "ds_hetero.values.plans.timetable",
     }
 )
 

@@ -27,7 +27,8 @@ from ds_hetero.sharding.gradient_chunks import chunks_of
 from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout
 from ds_hetero.values.placement import Rows, stream_placement
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
-from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, one_f_one_b, transfers
+from ds_hetero.values.plans.activation_transfers import transfers
+from ds_hetero.values.plans.timetable import BACKWARD, FORWARD, one_f_one_b
 from ds_hetero.values.schedule import LAYOUTS, Group, Schedule
 
 

@@ -13,7 +13,7 @@ from ds_hetero.cli.options import AS_JSON, FILE
 from ds_hetero.cli.printing import print_json
 from ds_hetero.common.extras import require
 from ds_hetero.common.reading import shortened
-from ds_hetero.common.text import GIB
+from ds_hetero.common.units import GIB
 from ds_hetero.errors import CheckpointError
 
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -8,9 +8,10 @@ import click
 
 from ds_hetero.cli.options import AS_JSON
 from ds_hetero.cli.printing import print_json, print_table
-from ds_hetero.cluster.catalogue import CATALOGUE, NO_DATASHEET, CatalogueEntry
+from ds_hetero.cluster.catalogue import CATALOGUE, CatalogueEntry
+from ds_hetero.cluster.datasheets import NO_DATASHEET
 from ds_hetero.cluster.names import card_named
-from ds_hetero.common.text import GB, GIB, TERA
+from ds_hetero.common.units import GB, GIB, TERA
 from ds_hetero.errors import ClusterError
 
 _STUB = """\

@@ -9,7 +9,7 @@ import click
 
 from ds_hetero.cli.options import AS_JSON
 from ds_hetero.cli.printing import print_json
-from ds_hetero.common.text import GIB
+from ds_hetero.common.units import GIB
 from ds_hetero.elastic.node.keeper_requests import ask
 from ds_hetero.elastic.node.place import NodePlace, token_of
 from ds_hetero.elastic.node.wire import Message

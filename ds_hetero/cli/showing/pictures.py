@@ -23,7 +23,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from ds_hetero.cli.printing import rank_ranges, terms_text
 from ds_hetero.cli.scenario import Scenario
-from ds_hetero.common.text import GIB, time_text
+from ds_hetero.common.text import time_text
+from ds_hetero.common.units import GIB
 from ds_hetero.cost.model import CostModel, Prediction, Span
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import StageCosts

@@ -12,7 +12,8 @@ from ds_hetero.cli.options import AS_JSON, FILE, PLAN_FILE, SEED
 from ds_hetero.cli.printing import PICTURES, check_out, print_json, print_table, print_written, rank_ranges, write_plan
 from ds_hetero.cli.scenario import Scenario, judge_plan_file, read_schedule, scenario_options
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.common.text import GB, time_text
+from ds_hetero.common.text import time_text
+from ds_hetero.common.units import GB
 from ds_hetero.errors import PlanError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from ds_hetero.common.text import announce
+from ds_hetero.common.announce import announce
 from ds_hetero.elastic.node import place as place_of
 from ds_hetero.elastic.node.keeper_requests import ask
 from ds_hetero.elastic.node.leftovers import free_node, hold, leftovers, sweep

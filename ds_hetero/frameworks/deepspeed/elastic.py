@@ -17,8 +17,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_hetero.common.announce import announce
 from ds_hetero.common.reading import JsonObject
-from ds_hetero.common.text import announce
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.elastic.content import Content
 from ds_hetero.elastic.resume import LoadedSave, SavesInMemory, find_newest

@@ -37,7 +37,8 @@ from deepspeed.runtime.sequence_parallel import ulysses_sp
 from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
-from ds_hetero.common.text import announce, listed
+from ds_hetero.common.announce import announce
+from ds_hetero.common.text import listed
 from ds_hetero.decision.decide import sp_size_of
 from ds_hetero.engine.ds_config import DsConfig, enabled, read_training_facts, says_batches
 from ds_hetero.engine.forward_mode import wanted_results

@@ -15,7 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 from ds_hetero.common.extras import release_of
 from ds_hetero.common.reading import NameRow, is_in, row_of, shortened
-from ds_hetero.common.text import nearest
+from ds_hetero.common.spelling import nearest
 from ds_hetero.engine.ds_config import DsConfig
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.names import PACKAGE, WHOLE

@@ -13,7 +13,7 @@ from ds_hetero.cluster.files import best_rate, cluster_from_dict
 from ds_hetero.cluster.notation import network_gb_per_s, read_notation
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import shortened
-from ds_hetero.common.text import GB
+from ds_hetero.common.units import GB
 from ds_hetero.errors import ClusterError
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ds_hetero.common.arrays import Floats
-from ds_hetero.common.text import GIB
+from ds_hetero.common.units import GIB
 from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.model_states import owned_share_D, partitioned_bytes, partitioned_parts
 from ds_hetero.errors import PlanError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ds_hetero.common.text import GIB, bytes_text, time_text
+from ds_hetero.common.text import bytes_text, time_text
+from ds_hetero.common.units import GIB
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, StageCosts, StageOption
 from ds_hetero.planner.pipeline_search.blocks import block_of, links_between, stage_options
 from ds_hetero.planner.pipeline_search.cuts import LayerCut

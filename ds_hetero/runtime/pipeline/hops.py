@@ -26,7 +26,7 @@ from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.process_groups import Connections, ProcessGroups
 from ds_hetero.values.placement import Range
 from ds_hetero.values.plans import Plan, Stage
-from ds_hetero.values.plans.timetable import ActivationTransfer, carried_intervals, held_intervals, transfers
+from ds_hetero.values.plans.activation_transfers import ActivationTransfer, carried_intervals, held_intervals, transfers
 
 
 class BoundaryGroups(NamedTuple):

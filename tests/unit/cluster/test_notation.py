@@ -8,9 +8,9 @@ import pytest
 
 from ds_hetero.cli import main
 from ds_hetero.cluster import CATALOGUE, cluster_from_dict, load_cluster
-from ds_hetero.cluster.catalogue import device_remarks
 from ds_hetero.cluster.names import card_named, catalogue_name
 from ds_hetero.cluster.notation import network_gb_per_s, read_notation
+from ds_hetero.cluster.remarks import device_remarks
 from ds_hetero.errors import ClusterError
 
 SPELLINGS = {

@@ -13,9 +13,12 @@ from benchmarks.real_cards.__main__ import main
 from benchmarks.real_cards.compare import compare
 from benchmarks.real_cards.fit import PARTS, fit
 from benchmarks.real_cards.points import COLUMNS, MEASUREMENTS, read_rows
-from ds_hetero.cluster.catalogue import CATALOGUE, UNMEASURED_ERROR, confidence, with_attention
+from ds_hetero.cluster.attention_rates import with_attention
+from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.file_values import cluster_to_dict
 from ds_hetero.cluster.files import cluster_from_dict
+from ds_hetero.cluster.remarks import confidence
+from ds_hetero.cluster.step_errors import UNMEASURED_ERROR
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import ClusterError, PlanError

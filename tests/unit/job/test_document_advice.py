@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.cluster.catalogue import UNMEASURED_ERROR
+from ds_hetero.cluster.step_errors import UNMEASURED_ERROR
 from ds_hetero.cost import Workload
 from ds_hetero.decision.decide import JobStart, forecast
 from ds_hetero.job.document_advice import DocumentAdvice

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.common.text import announce
+from ds_hetero.common.announce import announce
 from ds_hetero.cost import Workload
 from ds_hetero.decision.decide import forecast
 from ds_hetero.job.prediction_check import Comparison, PredictionCheck

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.common.text import GIB
+from ds_hetero.common.units import GIB
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.cost.terms.model_states import partitioned_bytes, partitioned_parts, static_bytes
 from ds_hetero.cost.workload import Buffers

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from ds_hetero.cli.app import app
-from ds_hetero.common.text import GIB
+from ds_hetero.common.units import GIB
 from ds_hetero.profiler import cache
 from ds_hetero.profiler.cluster_file import RankFacts, cluster_content, fingerprint
 from ds_hetero.profiler.machine import CpuUse, CpuWatch, Quietness, busy_reason, quietness_of

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ds_hetero.values.plans import Stage
-from ds_hetero.values.plans.timetable import carried_intervals, held_intervals, transfers
+from ds_hetero.values.plans.activation_transfers import carried_intervals, held_intervals, transfers
 from ds_hetero.values.schedule import Group, Schedule
 
 

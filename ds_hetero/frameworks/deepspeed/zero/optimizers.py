@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from ds_hetero.common.text import announce
+from ds_hetero.common.announce import announce
 from ds_hetero.decision.decide import JobStart
 from ds_hetero.engine.ds_config import DsConfig, read_training_facts
 from ds_hetero.engine.patching import Function, Patches, around

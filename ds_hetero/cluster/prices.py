@@ -1,0 +1,58 @@
+"""Prices of a cluster's devices in one line: ``5090=0.5,3090=0.2``, in money for one hour of one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ds_hetero.cluster.file_values import DEVICE_KEYS, number
+from ds_hetero.cluster.names import card_named
+from ds_hetero.cluster.topology import Cluster, DeviceSpec
+from ds_hetero.common.reading import shortened
+from ds_hetero.common.text import listed
+from ds_hetero.errors import ClusterError
+
+
+def read_prices(text: str, cluster: Cluster) -> dict[str, float]:
+    """Read prices by device name.
+
+    Raises:
+        ClusterError: a part without a price, a name of no device of the cluster, or a device that is named twice.
+    """
+    names = tuple(dict.fromkeys(device.name for device in cluster.devices))
+    prices: dict[str, float] = {}
+    for part in text.split(","):
+        card, equals, value = (piece.strip() for piece in part.partition("="))
+        try:
+            price = float(value)
+        except ValueError:
+            price = None
+        if not equals or price is None:
+            raise ClusterError(
+                "--price is cards with the money for one hour of one, such as 5090=0.5,3090=0.2; got "
+                f"{shortened(part)}."
+            )
+        name = _device_named(card, names)
+        if name in prices:
+            raise ClusterError(f"--price names {name} twice. Give one price for a card.")
+        prices[name] = number(f"--price {name}", price, DEVICE_KEYS["price_per_hour"][2])
+    return prices
+
+
+def _device_named(card: str, names: tuple[str, ...]) -> str:
+    """Return the device name that ``card`` stands for. Raises `ClusterError`: none of ``names``, or several."""
+    if card in names:
+        return card
+    meant = card_named(card)
+    matches = [name for name in (meant.name, *meant.others) if name in names]
+    if len(matches) != 1 and meant.name not in names:
+        raise ClusterError(f"--price: {shortened(card)} is none of the cluster's devices: {listed(names)}.")
+    return matches[0]
+
+
+def with_prices(cluster: Cluster, prices: dict[str, float]) -> Cluster:
+    """Return the cluster with these prices, by name of device."""
+
+    def with_price(device: DeviceSpec) -> DeviceSpec:
+        return replace(device, price_per_hour=prices.get(device.name, device.price_per_hour))
+
+    return cluster.with_devices(with_price)
