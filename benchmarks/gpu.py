@@ -22,9 +22,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.measure.device_timing import median_s
 from benchmarks.measure.machine import describe_machine
 from benchmarks.measure.results import FOLDER, header, write
 from ds_hetero.batch.head_table import Member
@@ -52,8 +52,6 @@ from ds_hetero.values.baselines import ring
 CAUSAL = Band(None, 0)
 RIGHT = 0.02  # largest error over the largest value, in bf16
 _RESULT = FOLDER / "gpu.json"
-_REPEATS = 5
-_WARM_UPS = 2
 
 
 @dataclass(frozen=True)
@@ -144,26 +142,6 @@ def _tensors(
     return q, k, v, dout
 
 
-def _time_s(device: torch.device, fn: Callable[[], object]) -> float:
-    """Median of several runs after two to warm up; between events, so that the host's time does not count."""
-    for _ in range(_WARM_UPS):
-        fn()
-    if device.type != "cuda":
-        seconds = []
-        for _ in range(_REPEATS):
-            begin = time.perf_counter()
-            fn()
-            seconds.append(time.perf_counter() - begin)
-        return median(seconds)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        fn()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return median(first.elapsed_time(second) for first, second in pairwise(marks)) / 1e3
-
-
 # --- undivided calls --------------------------------------------------------------------------------
 
 
@@ -196,8 +174,8 @@ def _single_rows(
             torch.autograd.grad(call(), leaves, grad)
 
         with torch.no_grad():
-            forward_s = _time_s(device, call)
-        rows.append({"what": f"one call of {name}", "forward_s": forward_s, "both_s": _time_s(device, both)})
+            forward_s = median_s(device, call)
+        rows.append({"what": f"one call of {name}", "forward_s": forward_s, "both_s": median_s(device, both)})
     return rows, min(row["forward_s"] for row in rows), min(row["both_s"] for row in rows)
 
 
@@ -240,7 +218,7 @@ def _kernel_case(
             kernel.backward(dout, SavedForward(q, k, v, out, lse), scores, CAUSAL)
 
         what = f"kernel {name}" + (" (chosen)" if name == chosen else "")
-        rows.append({"what": what, "forward_s": _time_s(device, forward), "both_s": _time_s(device, both)})
+        rows.append({"what": what, "forward_s": median_s(device, forward), "both_s": median_s(device, both)})
     flops = _forward_flops(tokens, heads[0], head_dim)
     return [_compared(row, flops, forward_s, both_s) for row in rows]
 
@@ -324,7 +302,7 @@ def _ring_case(
     rows = []
     for size in sizes.ring_sizes:
         local = _LocalRing(kernel, size, tensors)
-        times = {"forward_s": _time_s(device, local.forward), "both_s": _time_s(device, local.forward_and_backward)}
+        times = {"forward_s": median_s(device, local.forward), "both_s": median_s(device, local.forward_and_backward)}
         rows.append({"what": f"ring of {size}, kernel {kernel.name}", **times})
     flops = _forward_flops(tokens, heads[0], head_dim)
     return [_compared(row, flops, forward_s, both_s) for row in rows]
@@ -348,10 +326,10 @@ def _packing(
     gathered = gather_sequence(q, k, v, exchange)
     flat = torch.empty(q.numel() + 2 * k.numel(), device=device, dtype=dtype)
     other = torch.empty_like(flat)
-    copy_s = _time_s(device, lambda: other.copy_(flat))
+    copy_s = median_s(device, lambda: other.copy_(flat))
     moved_bytes = 2 * flat.numel() * flat.element_size()
-    there_s = _time_s(device, lambda: gather_sequence(q, k, v, exchange))
-    back_s = _time_s(device, lambda: scatter_sequence(*gathered, exchange))
+    there_s = median_s(device, lambda: gather_sequence(q, k, v, exchange))
+    back_s = median_s(device, lambda: scatter_sequence(*gathered, exchange))
     return {
         "tokens": tokens,
         "heads": heads[0],

@@ -1,0 +1,78 @@
+"""The findings of a review without a GPU, and what a run says of the package's defaults that rest on them.
+
+A finding names the default as it is today, and judges the rows of the parts that measure it: True where they confirm
+the default, False where they contradict it, None where nothing was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from benchmarks.first_gpu.parts import Row
+
+CONFIRMS, CONTRADICTS, NOT_MEASURED, REHEARSED = "confirms", "contradicts", "not measured", "rehearsed"
+
+
+class Measured:
+    """What a run has measured so far, by section and part."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        self.rehearsal: bool = result["rehearsal"]
+        self._parts = {(entry["section"], entry["part"]): entry for entry in result["parts"]}
+
+    def rows(self, section: str, part: str) -> list[Row]:
+        """Rows of a part; none if it is not of this run."""
+        entry = self._parts.get((section, part))
+        return [] if entry is None else entry["rows"]
+
+    def outcome(self, section: str, part: str) -> str:
+        """How a part ended."""
+        entry = self._parts.get((section, part))
+        return "not of this run" if entry is None else entry["outcome"]
+
+
+class Judgement(NamedTuple):
+    """What rows say of a default."""
+
+    holds: bool | None  # None: they do not say
+    figure: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row of the last page.
+
+    Args:
+        default: what the package does today, and why.
+        judge: of the rows.
+    """
+
+    name: str
+    default: str
+    judge: Callable[[Measured], Judgement]
+
+
+def finding(name: str, default: str) -> Callable[[Callable[[Measured], Judgement]], Finding]:
+    """Make a finding of the function that judges it."""
+    return lambda judge: Finding(name, default, judge)
+
+
+def judged(measured: Measured, findings: Sequence[Finding]) -> list[dict[str, str]]:
+    """A row of the last page for every finding; a rehearsal confirms nothing."""
+    return [
+        {"name": each.name, "default": each.default, "verdict": verdict, "figure": figure}
+        for each, verdict, figure in _verdicts(measured, findings)
+    ]
+
+
+def _verdicts(measured: Measured, findings: Sequence[Finding]) -> Iterator[tuple[Finding, str, str]]:
+    for each in findings:
+        judgement = each.judge(measured)
+        if judgement.holds is None and not (measured.rehearsal and judgement.figure):
+            yield each, NOT_MEASURED, judgement.figure
+        elif measured.rehearsal:
+            yield each, REHEARSED, f"rehearsed, confirms nothing: {judgement.figure}"
+        else:
+            yield each, CONFIRMS if judgement.holds else CONTRADICTS, judgement.figure

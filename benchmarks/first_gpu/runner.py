@@ -1,0 +1,140 @@
+"""Runs sections one after the other within their budgets, and writes down what their parts report.
+
+Budgets add up: section i has to be over when the budgets of the first i sections are used, so that what one leaves is
+the next one's. Parts in the background end at the end of the run at the latest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+
+from benchmarks.first_gpu.crew import Crew, Outcome, Settings, wait_for
+from benchmarks.first_gpu.parts import Context, Part, Section, missing_names
+from benchmarks.first_gpu.record import Record
+
+_TICK_S = 0.25
+_LEAST_S = 2.0  # a part is not begun with less
+_PROBE_S = 60.0  # the fork server imports torch, DeepSpeed and transformers first
+ENV = "env"  # key of a row whose value is a mapping of variables for all later parts
+
+
+class Runner:
+    """One run.
+
+    Args:
+        record: where everything goes.
+        folder: for the parts' own files.
+        budget_s: of all ``sections`` together; their own budgets are cut where they sum up to more.
+    """
+
+    def __init__(
+        self, sections: Sequence[Section], record: Record, folder: Path, settings: Settings, budget_s: float
+    ) -> None:
+        self._sections, self._record, self._folder, self._settings = sections, record, folder, settings
+        wanted_s = sum(section.budget_s for section in sections)
+        share = min(1.0, budget_s / wanted_s) if wanted_s else 1.0
+        self._ends_s = list(accumulate(section.budget_s * share for section in sections))
+        self._background: list[tuple[Section, Crew]] = []
+        record.result["budget_s"] = budget_s
+
+    def run(self) -> None:
+        """Run everything; processes that were started are ended whatever happens."""
+        try:
+            self._choose_start_method()
+            began = time.monotonic()
+            for section, end_s in zip(self._sections, self._ends_s, strict=True):
+                for part in section.parts:
+                    self._run_part(section, part, began + (self._ends_s[-1] if part.in_background else end_s))
+            for section, crew in list(self._background):
+                self._follow(section, crew)
+        finally:
+            for section, crew in list(self._background):
+                self._finish(section, crew)
+            self._record.write()
+
+    def _choose_start_method(self) -> None:
+        """Fork from a server that has imported everything, unless what it forks cannot use the device."""
+        crew = Crew(_PROBE, self._settings, self._folder / "start", _PROBE_S)
+        self._await(crew)
+        crew.end()
+        assert crew.outcome is not None
+        if crew.outcome.name != "done":
+            self._settings = replace(self._settings, start_method="spawn")
+        self._record.result["start_method"] = self._settings.start_method
+
+    def _run_part(self, section: Section, part: Part, until: float) -> None:
+        entry = self._record.entry(section, part)
+        limit_s = min(part.limit_s, until - time.monotonic())
+        outcome = self._reason_to_leave_out(part, limit_s)
+        if outcome is not None:
+            entry["outcome"], entry["why"] = outcome
+            self._record.write()
+            return
+        crew = Crew(part, self._settings, self._folder / section.name / part.name.replace(" ", "_"), limit_s)
+        entry["outcome"], entry["limit_s"] = "running", round(limit_s, 1)
+        self._record.write()
+        if part.in_background:
+            self._background.append((section, crew))
+        else:
+            self._follow(section, crew)
+
+    def _reason_to_leave_out(self, part: Part, limit_s: float) -> Outcome | None:
+        if self._settings.rehearsal and part.not_rehearsed:
+            return Outcome("left out", f"not rehearsed: {part.not_rehearsed}")
+        if missing := missing_names(part.needs):
+            return Outcome("left out", f"this release of torch lacks {', '.join(missing)}")
+        if limit_s < min(_LEAST_S, part.limit_s):
+            return Outcome("left out", "no time left")
+        return None
+
+    def _follow(self, section: Section, crew: Crew) -> None:
+        """Listen until a part is over; its processes, and what they started, have ended then."""
+        self._await(crew, section)
+        self._finish(section, crew)
+
+    def _await(self, crew: Crew, section: Section | None = None) -> None:
+        """Listen to a part, and to those in the background, until it is over or has reached its limit."""
+        section_of = {id(other): its for its, other in self._background}
+        while crew.outcome is None and time.monotonic() < crew.deadline:
+            others = [other for _, other in self._background if other is not crew]
+            until = min(crew.deadline, time.monotonic() + _TICK_S)
+            for of, connection in wait_for([crew, *others], until):
+                row = of.receive(connection)
+                its = section_of.get(id(of), section)
+                if row is not None and its is not None:
+                    self._keep(its, of.part, row)
+            for other in others:
+                if other.outcome is not None or time.monotonic() > other.deadline:
+                    self._finish(section_of[id(other)], other)
+
+    def _keep(self, section: Section, part: Part, row: dict[str, object]) -> None:
+        self._record.add(section, part, row)
+        variables = row.get(ENV)
+        if isinstance(variables, Mapping):
+            self._settings = replace(self._settings, env={**dict(self._settings.env), **variables})
+
+    def _finish(self, section: Section, crew: Crew) -> None:
+        self._background = [each for each in self._background if each[1] is not crew]
+        crew.end()
+        entry = self._record.entry(section, crew.part)
+        assert crew.outcome is not None
+        entry["outcome"], why = crew.outcome
+        entry["seconds"] = round(crew.seconds, 1)
+        if why:
+            entry["why"] = why
+            entry["outputs"] = crew.outputs()
+        self._record.write()
+
+
+def _use_device(context: Context) -> None:
+    """Compute on the device: a process that was forked from one which had asked CUDA for something cannot."""
+    import torch
+
+    torch.ones(2, device=context.device).sum().item()
+
+
+_PROBE = Part(name="start", run=_use_device, limit_s=_PROBE_S)

@@ -1,0 +1,201 @@
+"""Triton kernels compiled ahead of their first launch, by the code that launches them: only the launch is left out.
+
+Triton keeps what it has compiled by source, types, constants and the divisibility of arguments. So the kernel's own
+`TritonKernel` is run on tensors of torch's "meta" device, which have no numbers, and every launch is turned into
+Triton's ``warmup``, under a driver that names the GPU and is none. No process of it uses the card.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ds_hetero.batch.tiles import CAUSAL, FULL, Band
+from ds_hetero.runtime.attention.kernels import SavedForward, Scores
+from ds_hetero.runtime.attention.kernels import triton_native as native
+from ds_hetero.runtime.attention.kernels.triton_native import BlockSizes, Launch, TritonKernel
+
+KERNELS = ("forward", "dq", "dkv")
+_THREE_PHASES, _INNER_PHASE = "tl.static_range(3)", "tl.static_range(1, 2)"
+_WARP = 32
+_TOKENS = 4096  # any multiple of 16: Triton keeps no other number of tokens
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel with the block sizes that it is launched with.
+
+    Args:
+        kernel: of `KERNELS`.
+        edge_free: without the phases that mask: for `FULL` blocks of whole tiles, which have no edge.
+    """
+
+    kernel: str
+    head_dim: int
+    blocks: BlockSizes
+    edge_free: bool = False
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return f"{self.kernel}, D {self.head_dim}, {tuple(self.blocks)}{', edge-free' if self.edge_free else ''}"
+
+
+def launch_of(config: Config, otherwise: Launch) -> Launch:
+    """Block sizes of all three kernels, with those of ``config`` in their place."""
+    return otherwise._replace(**{config.kernel: config.blocks})
+
+
+def default_launch(head_dim: int, capability: int) -> Launch:
+    """Block sizes that the package launches 16-bit numbers with."""
+    return native.block_sizes(native.padded_head_dim(head_dim), capability, sixteen_bit=True)
+
+
+@contextmanager
+def launching(config: Config, launch: Launch, folder: Path, compiles: bool = False) -> Iterator[TritonKernel]:
+    """A `TritonKernel` that is launched with ``config``, and of the backward launches that one kernel alone.
+
+    Args:
+        launch: block sizes of the other kernels.
+        folder: where the source of edge-free kernels is written.
+        compiles: launches compile, and do not run.
+    """
+    kernels: Any = edge_free_kernels(folder) if config.edge_free else native._kernels()
+    module = _Only(_Compiling(kernels) if compiles else kernels, config.kernel)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(native, "_kernels", lambda: module))
+        stack.enter_context(mock.patch.object(native, "_launch", lambda q: launch_of(config, launch)))
+        yield TritonKernel()
+
+
+def edge_free_kernels(folder: Path) -> ModuleType:
+    """The package's kernels without their masked phases: written anew from its source, so that they stay the same code.
+
+    Raises:
+        ValueError: the source has no loop over three phases.
+    """
+    name = "edge_free_triton_kernels"
+    if name in sys.modules:
+        return sys.modules[name]
+    stock = native._kernels()
+    source = Path(stock.__file__).read_text()
+    if source.count(_THREE_PHASES) != len(KERNELS):
+        raise ValueError(f"{stock.__file__} has {source.count(_THREE_PHASES)} loops over {_THREE_PHASES}, expected 3")
+    file = folder / f"{name}.py"
+    file.write_text(source.replace(_THREE_PHASES, _INNER_PHASE))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class _Only:
+    """A module of kernels of which one is launched; launches of others do nothing."""
+
+    def __init__(self, kernels: Any, kernel: str) -> None:
+        self._kernels, self._name = kernels, f"{kernel}_kernel"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._name:
+            return getattr(self._kernels, name)
+        return _ZeroDelta() if name == "delta_kernel" else _Nothing()
+
+
+class _Nothing:
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class _ZeroDelta:
+    """In the place of the kernel of row sums: what reads them finds numbers, the same every time."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda out, dout, delta, *args, **kwargs: delta.zero_()
+
+
+class _Compiling:
+    """A module of kernels whose launches compile and do not run."""
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(self._kernels, name)
+
+        class Launches:
+            def __getitem__(self, grid: Any) -> Any:
+                return lambda *args, **kwargs: kernel.warmup(*args, grid=grid, **kwargs)
+
+        return Launches()
+
+
+class _NamedGpu:
+    """A driver of Triton's that names a GPU; nothing can be launched."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", capability, _WARP)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    def is_active(self) -> bool:
+        return True
+
+
+def compile_config(config: Config, capability: int, dtype: torch.dtype, folder: Path) -> None:
+    """Compile what a launch of ``config`` will ask for. Raises what Triton or its assembler say when it cannot.
+
+    In a process of its own: Triton's driver is another one afterwards.
+    """
+    from triton.runtime import driver
+
+    driver.set_active(_NamedGpu(capability))
+    with launching(config, default_launch(config.head_dim, capability), folder, compiles=True) as kernel:
+        run_config(kernel, config, tensors_of(config, _TOKENS, torch.device("meta"), dtype), FULL)
+
+
+def tensors_of(
+    config: Config, tokens: int, device: torch.device, dtype: torch.dtype, heads: int = 16
+) -> tuple[Tensor, ...]:
+    """q, k, v, dout, out, lse of a square: views [B, H, S, D] of [B, S, H, D], as a model makes them."""
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(0)
+    shape = (1, tokens, heads, config.head_dim)
+    q, k, v, dout, out = (
+        torch.randn(shape, device=device, dtype=dtype, generator=generator).transpose(1, 2) for _ in range(5)
+    )
+    return q, k, v, dout, out, torch.zeros(1, heads, tokens, device=device)
+
+
+def run_config(kernel: TritonKernel, config: Config, tensors: tuple[Tensor, ...], band: Band) -> tuple[Tensor, ...]:
+    """The pass that has the kernel of ``config`` in it; the others' results are what memory holds."""
+    q, k, v, dout, out, lse = tensors
+    scores = Scores(config.head_dim**-0.5)
+    if config.kernel == "forward":
+        return kernel.forward(q, k, v, scores, band)
+    return kernel.backward(dout, SavedForward(q, k, v, out, lse), scores, band)
+
+
+BANDS = {"causal": CAUSAL, "full": FULL}
