@@ -305,10 +305,12 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _structure(model: nn.Module) -> str:
-    """The parameters' names and whole shapes, in short: how many there are, and a checksum."""
-    shapes = [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in model.named_parameters()]
-    checksum = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
-    return f"{len(shapes)} parameters, names and shapes {checksum}"
+    """The parameters' names and whole shapes, and which are trained, in short: how many there are, and a checksum."""
+    parameters = dict(model.named_parameters())
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    shapes = [(name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in parameters.items()]
+    checksum = hashlib.sha256(repr((shapes, trained)).encode()).hexdigest()[:8]
+    return f"{len(shapes)} parameters, {len(trained)} of them trained, names and shapes {checksum}"
 
 
 COMPARED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "DS_HETERO_")

@@ -25,6 +25,7 @@ from ds_hetero.runtime.attention.local_batch import (
     LocalBatch,
     all_gather_in_replica,
     expect_one_batch,
+    expect_one_model,
     gather_headers,
 )
 from ds_hetero.runtime.attention.shard_placement import (
@@ -100,6 +101,7 @@ def agree_on_batch(
     """
     headers = gather_headers(replica, local)
     expect_one_batch(replica, headers)
+    expect_one_model(headers)
     schedules = (replica.schedule, *earlier)
     known = known_placement(schedules, recent, headers)
     if known is not None:

@@ -16,13 +16,25 @@ from ds_hetero.runtime.documents import (
     MASK,
     POSITIONS,
 )
+from ds_hetero.runtime.model_switches import AUTOCAST, NO_GRADIENT, REQUIRES_GRAD, by_checksum, unlike
 from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.values.placement import Placement
 
 Header = Mapping[str, int]  # of one rank, by the names in `_HEADER`
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_HEADER = ("batch_size", "tokens", "dtype", "position_sum", "position_moment", "padding", "cu_seqlens", "placement")
+_HEADER = (
+    "batch_size",
+    "tokens",
+    "dtype",
+    "position_sum",
+    "position_moment",
+    "padding",
+    "cu_seqlens",
+    "placement",
+    "autocast",
+    "trained",
+)
 ABSENT = -1
 
 
@@ -37,6 +49,8 @@ class LocalBatch:
     attention_mask: Tensor | None = None  # [B, s]; non-zero where a token is real
     cu_seqlens: Tensor | None = None  # [documents + 1] boundaries in the flattened sequence, on every rank; B is 1
     placement: Placement | None = None  # for which the shard was cut, if that is known
+    autocast: torch.dtype | None = None  # under which the forward runs
+    trained: int = NO_GRADIENT  # `ds_hetero.runtime.model_switches.what_is_trained`
 
     @property
     def documents_from(self) -> str:
@@ -46,7 +60,7 @@ class LocalBatch:
         return POSITIONS if self.attention_mask is None else MASK
 
     def header(self, device: torch.device) -> Tensor:
-        """Numbers that every rank sends to the others, ``[8]`` in the order of ``_HEADER``.
+        """Numbers that every rank sends to the others, ``[10]`` in the order of ``_HEADER``.
 
         They are made where they are needed, so that no rank waits for its device before it reads those of all.
         """
@@ -63,7 +77,10 @@ class LocalBatch:
             boundaries = _moment(self.cu_seqlens.to(torch.int64))
         placement = ABSENT if self.placement is None else self.placement.fingerprint
         dtype = _DTYPES.index(self.dtype)
-        row = [self.batch_size, self.tokens, dtype, position_sum, position_moment, padding, boundaries, placement]
+        autocast = ABSENT if self.autocast is None else _DTYPES.index(self.autocast)
+        shapes = [self.batch_size, self.tokens, dtype]
+        content = [position_sum, position_moment, padding, boundaries, placement]
+        row = [*shapes, *content, autocast, self.trained]
         return torch.stack([_scalar(number, device) for number in row])
 
 
@@ -111,3 +128,19 @@ def expect_one_batch(replica: Replica, headers: Sequence[Header]) -> None:
         if len(set(given)) > 1:
             what = "position_ids" if name == "position_sum" else "attention_mask"
             raise BatchError(f"{what} must be given on all ranks or on none, but by rank it is {given}.")
+
+
+def expect_one_model(headers: Sequence[Header]) -> None:
+    """Refuse, by equal headers on every rank, a forward in which ranks train different parameters or round unlike.
+
+    The messages of such a forward, and of its backward, would have unlike sizes.
+
+    Raises:
+        ModelError: which switch differs, by rank of the replica.
+    """
+    autocast = [header["autocast"] for header in headers]
+    if len(set(autocast)) > 1:
+        raise unlike(AUTOCAST, ["off" if index == ABSENT else str(_DTYPES[index]) for index in autocast])
+    trained = [header["trained"] for header in headers]
+    if len(set(trained)) > 1:
+        raise unlike(REQUIRES_GRAD, by_checksum(trained))

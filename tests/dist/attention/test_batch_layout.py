@@ -6,6 +6,7 @@ import torch
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.attention.batch_layout import agree_on_batch
 from ds_hetero.runtime.attention.local_batch import LocalBatch
+from ds_hetero.runtime.model_switches import NO_GRADIENT
 from ds_hetero.runtime.replica import make_replica
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.plans import Plan
@@ -76,6 +77,10 @@ def _layouts(rank):
     [
         ("batch_size", "batch_size by rank is [2, 3, 2]"),
         ("dtype", "dtype by rank is ['float32', 'bfloat16', 'float32']"),
+        ("autocast", "autocast, and its dtype, is not the same on all ranks"),
+        ("autocast", "by rank ['off', 'torch.bfloat16', 'off']"),
+        ("trained", "requires_grad of the model's parameters is not the same on all ranks"),
+        ("no gradient", "by rank ['checksum 00000007', 'no gradient', 'checksum 00000007']"),
         ("tokens", "shards of a batch of 27 tokens"),
         ("some positions", "position_ids must be given on all ranks or on none, but by rank it is [True, False, True]"),
         ("hole", "zeros between real tokens"),
@@ -99,6 +104,12 @@ def _fault(rank, fault):
         shape = (2 + odd, len(mine))
     elif fault == "dtype":
         dtype = torch.bfloat16 if odd else dtype
+    elif fault == "autocast":
+        kwargs = {"autocast": torch.bfloat16 if odd else None}
+    elif fault == "trained":
+        kwargs = {"trained": 7 + odd}
+    elif fault == "no gradient":
+        kwargs = {"trained": NO_GRADIENT if odd else 7}
     elif fault == "tokens":
         shape = (2, len(mine) + 2 * odd)
     elif fault == "some positions":

@@ -11,8 +11,10 @@ from benchmarks.planted.controls import Penalties, Quarter, TwoForwards
 from benchmarks.planted.job import Job, Trace, run_on_ranks
 from benchmarks.planted.known import MeanOfMeans
 from benchmarks.planted.own import (
+    AutocastOnOneRank,
     BufferFollows,
     EvalOnOneRank,
+    FrozenLater,
     HookOnOneRank,
     PositionsOff,
     StaleBatch,
@@ -26,6 +28,8 @@ FAULTS: list[type[Job]] = [
     PositionsOff,
     WeightInPlace,
     EvalOnOneRank,
+    FrozenLater,
+    AutocastOnOneRank,
     HookOnOneRank,
     BufferFollows,
     StaleBatch,

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -63,12 +63,18 @@ from ds_hetero.runtime.loss import (
     mark_loss_of_batch,
     sequence_parallel_loss,
 )
+from ds_hetero.runtime.model_switches import autocast_dtype, what_is_trained
 from ds_hetero.runtime.step_checks import TokenWeights
 from ds_hetero.runtime.step_clock import IDLE
 
 
-def local_batch(kwargs: Entries, dtype: torch.dtype) -> LocalBatch:
-    """This rank's part of a batch, from the arguments of a forward; a placeholder holds no token."""
+def local_batch(kwargs: Entries, dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> LocalBatch:
+    """This rank's part of a batch, from the arguments of a forward; a placeholder holds no token.
+
+    Args:
+        dtype: in which attention will run.
+        parameters: of the model, trained and frozen.
+    """
     positions, mask = kwargs["position_ids"], kwargs.get("attention_mask")
     tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     info = shard_info(positions)
@@ -84,6 +90,8 @@ def local_batch(kwargs: Entries, dtype: torch.dtype) -> LocalBatch:
         attention_mask=mask,
         cu_seqlens=kwargs.get(BOUNDARIES),
         placement=None if info is None else info.placement,
+        autocast=autocast_dtype(positions.device.type),
+        trained=what_is_trained(parameters),
     )
 
 

@@ -97,6 +97,8 @@ class ShardedModel:
         self.pace = ComparisonPace("first_batch")
         self.class_loss: ClassLoss | None = None
         self.as_loaded: AsLoaded | None = None
+        # Asked at every forward what is trained; the self-check puts other parameters in their places for a while.
+        self._switched = list(self.pretrained.parameters())
         self._checked: set[str] = set()  # features of batches
         self.num_comparisons = 0
         self._has_scaled_loss = False  # since the engine's last step
@@ -525,7 +527,7 @@ class ShardedModel:
         info = shard_info(positions)
         with self.clock.phase(IDLE, "agree_on_batch"):
             earlier = [replica.schedule for replica in self._earlier]
-            local = local_batch(kwargs, self.pretrained.dtype)
+            local = local_batch(kwargs, self.pretrained.dtype, self._switched)
             batch = agree_on_batch(self.replica, local, earlier, self._recent)
         placement = batch.placement
         if torch.is_grad_enabled():  # a forward without gradients, amid a step or between two, is none of training
