@@ -58,8 +58,9 @@ def _reason(error: Exception) -> str:
 def write_plan(out: Path, plan: JsonObject, scenario: JsonObject) -> None:
     """Write a plan with what it was made for: as its file, or where ``out`` ends in .html as the page of ``report``."""
     if out.suffix == ".html":
-        from ds_hetero.reporting.described_plan import DescribedPlan, read_scenario
+        from ds_hetero.reporting.described_plan import DescribedPlan
         from ds_hetero.reporting.plan_page import plan_page
+        from ds_hetero.reporting.scenario import read_scenario
         from ds_hetero.values.plans import read_plan
 
         write_out(out, plan_page(DescribedPlan(plan=read_plan(plan), scenario=read_scenario(scenario))))

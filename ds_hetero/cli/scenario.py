@@ -26,10 +26,10 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.workload import OPTIMIZER_BYTES, Workload
 from ds_hetero.errors import PlanError, ScheduleError
 from ds_hetero.models import load_model
-from ds_hetero.models.configs import read_training
+from ds_hetero.models.trained_weights import read_training
 from ds_hetero.planner.planning import check_workload
 from ds_hetero.planner.strategies import strategy
-from ds_hetero.reporting.described_plan import PlanScenario
+from ds_hetero.reporting.scenario import PlanScenario
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.plans import Plan, read_plan
 from ds_hetero.values.plans.plan import SCENARIO

@@ -15,7 +15,7 @@ from ds_hetero.common.reading import (
     shortened,
 )
 from ds_hetero.errors import PlanError
-from ds_hetero.models.configs import MAX_RANK, QUANTIZATIONS
+from ds_hetero.models.trained_weights import MAX_RANK, QUANTIZATIONS
 
 OPTIMIZER_BYTES = {
     "adamw": 12.0,  # a master weight and two moments in fp32
@@ -85,7 +85,7 @@ class Workload:
     offload_parameters: bool = False  # the parameters are in the host's memory, and come over the slot in every pass
     adapter_rank: int = 0  # of adapters that are trained beside frozen weights; 0 where all weights are trained
     trains_embedding: bool = False  # embedding and head are trained beside the adapters
-    quantization: str | None = None  # of frozen weights, one of `ds_hetero.models.configs.QUANTIZATIONS`
+    quantization: str | None = None  # of frozen weights, one of `ds_hetero.models.trained_weights.QUANTIZATIONS`
     logit_bytes: float | None = None  # of memory that the loss needs for a logit; None for what today's transformers do
     fused_kernels: bool = False  # Liger's: the loss in tiles, and MLPs that keep gate and up alone
     compiled: bool = False  # torch.compile: norms, rotary embedding and activation are a kernel each

@@ -29,8 +29,8 @@ from ds_hetero.job.job_times import JobTimes, planned_step_s
 from ds_hetero.job.rank_times import RankTimes
 from ds_hetero.job.replanning import PlanChange
 from ds_hetero.job.start import World
-from ds_hetero.reporting.described_plan import PlanScenario
 from ds_hetero.reporting.run_file import MAX_TRACED, MeasuredRank, RunFile, TracedRange, write_run
+from ds_hetero.reporting.scenario import PlanScenario
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.step_clock import NamedRange
 

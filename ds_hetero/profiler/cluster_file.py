@@ -29,7 +29,7 @@ from ds_hetero.profiler.fit import (
     fit_efficiency,
     fit_transfer,
 )
-from ds_hetero.profiler.link_probes import rounds_between
+from ds_hetero.profiler.pair_rounds import rounds_between
 
 VERSION = 1
 CIRCUMSTANCES = ("measured_at", "machine")  # of a measurement: ISO 8601 in UTC, `ds_hetero.profiler.machine.Quietness`

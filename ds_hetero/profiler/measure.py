@@ -32,15 +32,11 @@ from ds_hetero.profiler.device_probes import (
     matmul_probe,
     memory_probe,
 )
-from ds_hetero.profiler.link_probes import (
-    all_to_all_round,
-    message_overhead_s,
-    pair_round,
-    rounds_between,
-    rounds_inside,
-)
+from ds_hetero.profiler.link_probes import all_to_all_round, pair_round
 from ds_hetero.profiler.live_ranks import describe_ranks, own_rank, process_group
 from ds_hetero.profiler.machine import CpuWatch, quietness_of
+from ds_hetero.profiler.message_overhead import message_overhead_s
+from ds_hetero.profiler.pair_rounds import rounds_between, rounds_inside
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, default_dtype
 

@@ -13,8 +13,8 @@ from ds_hetero.common.reading import JsonObject, read_file, shortened
 from ds_hetero.common.units import GB, GIB, TERA
 from ds_hetero.cost.workload import OPTIMIZER_BYTES, Workload
 from ds_hetero.errors import PlanError
-from ds_hetero.reporting.described_plan import PlanScenario
 from ds_hetero.reporting.run_file import RunFile
+from ds_hetero.reporting.scenario import PlanScenario
 from ds_hetero.values.baselines import ring, ulysses, usp
 from ds_hetero.values.schedule import Schedule
 

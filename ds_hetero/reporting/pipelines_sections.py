@@ -22,7 +22,8 @@ from ds_hetero.planner.pipelines.rivals import best_grid, best_published, best_s
 from ds_hetero.planner.published.registry import PLANNERS
 from ds_hetero.planner.results.pipelines import Rival, busy_ranks
 from ds_hetero.planner.results.sentences import slower_text
-from ds_hetero.reporting.described_plan import DescribedPlan, assumptions
+from ds_hetero.reporting.assumptions import assumptions
+from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.html import Markup, Page, definitions, html_table
 from ds_hetero.reporting.run_file import RunFile
 from ds_hetero.reporting.shared_sections import MAX_ROWS, links_table, measured_text, price_cards, scaled_links

@@ -13,11 +13,13 @@ from ds_hetero.cost import CostModel, Prediction
 from ds_hetero.cost.price import price_of_prediction
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.results.sentences import describe
-from ds_hetero.reporting.described_plan import DescribedPlan, PlanScenario, assumptions
+from ds_hetero.reporting.assumptions import assumptions
+from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.grid import grid_of
 from ds_hetero.reporting.html import Page, definitions, details, preformatted
 from ds_hetero.reporting.pipelines_sections import add_pipelines
 from ds_hetero.reporting.run_file import RunFile, plan_digest
+from ds_hetero.reporting.scenario import PlanScenario
 from ds_hetero.reporting.schedule_sections import ReplicaSections, add_documents
 from ds_hetero.reporting.shared_sections import (
     add_launch,

@@ -19,7 +19,7 @@ from typing import Any
 
 from ds_hetero.common.reading import JsonDict, JsonObject, read_file, shortened, write_whole
 from ds_hetero.errors import ConfigError, PlanError
-from ds_hetero.reporting.described_plan import PlanScenario, read_scenario
+from ds_hetero.reporting.scenario import PlanScenario, read_scenario
 from ds_hetero.values.plans import Plan, read_plan
 
 FORMAT, VERSION = "ds_hetero run", 1

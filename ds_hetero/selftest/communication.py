@@ -17,7 +17,8 @@ from ds_hetero.cluster.names import catalogue_name
 from ds_hetero.common.reading import JsonObject
 from ds_hetero.common.units import GB, GIB, TERA
 from ds_hetero.profiler.device_probes import Timer, matmul_probe, memory_probe
-from ds_hetero.profiler.link_probes import pair_round, rounds_between, rounds_inside
+from ds_hetero.profiler.link_probes import pair_round
+from ds_hetero.profiler.pair_rounds import rounds_between, rounds_inside
 from ds_hetero.runtime.collectives import all_gather_bytes
 from ds_hetero.runtime.devices import default_dtype
 from ds_hetero.selftest.meeting import Session

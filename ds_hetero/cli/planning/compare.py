@@ -23,7 +23,7 @@ from ds_hetero.planner.published.registry import planners_of
 from ds_hetero.planner.search.canonical import make_problem, schedule_of
 from ds_hetero.planner.search.search import search
 from ds_hetero.planner.strategies import strategy
-from ds_hetero.reporting.described_plan import assumed_line
+from ds_hetero.reporting.assumptions import assumed_line
 from ds_hetero.values.baselines import STRATEGIES
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from ds_hetero.planner.memory import (
 from ds_hetero.planner.memory.advice import PARTS
 from ds_hetero.planner.memory.changes import PLANNED, Change
 from ds_hetero.planner.results.sentences import describe
-from ds_hetero.reporting.described_plan import assumed_line, assumptions
+from ds_hetero.reporting.assumptions import assumed_line, assumptions
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.schedule import Schedule
 

@@ -44,7 +44,7 @@ from ds_hetero.planner.results.pipelines import PlannedPipelines
 from ds_hetero.planner.results.planned import Planned
 from ds_hetero.planner.results.schedule import PlannedSchedule
 from ds_hetero.planner.zero_stage import OtherStage, faster_zero_stage
-from ds_hetero.reporting.described_plan import assumed_line, assumptions
+from ds_hetero.reporting.assumptions import assumed_line, assumptions
 from ds_hetero.values.plans.plan import SCENARIO
 
 if TYPE_CHECKING:

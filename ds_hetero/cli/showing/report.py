@@ -10,7 +10,7 @@ import click
 
 from ds_hetero.cli.options import AS_JSON, FILE
 from ds_hetero.cli.printing import check_out, print_json, print_written, write_out
-from ds_hetero.models.configs import read_training
+from ds_hetero.models.trained_weights import read_training
 from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
 from ds_hetero.reporting.plan_page import describe_with_run, plan_page
 from ds_hetero.reporting.run_file import RunFile, read_run

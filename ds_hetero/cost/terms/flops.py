@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ds_hetero.cost.workload import Workload
-from ds_hetero.models.configs import adapter_widths
 from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.models.trained_weights import adapter_widths
 
 # Per query token x key token x head x head_dim, no causal discount. QK^T and PV are two products forward; backward
 # computes the scores again and dV, dP, dQ, dK: five products (FlashAttention-2, arXiv:2307.08691, section 3.1.2).

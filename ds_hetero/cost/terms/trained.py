@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ds_hetero.cost.workload import Workload
-from ds_hetero.models.configs import QUANTIZATIONS, adapter_parameters
 from ds_hetero.models.shapes import ModelSpec
+from ds_hetero.models.trained_weights import QUANTIZATIONS, adapter_parameters
 
 ADAPTER_BYTES = 4  # PEFT keeps adapters in fp32, ``autocast_adapter_dtype``
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ds_hetero.cost.terms.layer_memory import MLP_TILE_TOKENS
 from ds_hetero.cost.workload import Workload
-from ds_hetero.models.configs import USUAL_RANK
+from ds_hetero.models.trained_weights import USUAL_RANK
 from ds_hetero.planner.memory.best import Fitted, best_schedule, with_workload
 from ds_hetero.planner.memory.zero_weights import weights_by_memory
 from ds_hetero.values.schedule import Schedule

@@ -381,7 +381,7 @@ def _check_zero(zero: ZeroOwners, ranks: set[int], has_stages: bool) -> None:
 
 
 SCENARIO = "scenario"
-"""The key of a plan file that says what the plan was made for, see `ds_hetero.reporting.described_plan`."""
+"""The key of a plan file that says what the plan was made for, see `ds_hetero.reporting.scenario`."""
 
 
 def read_plan(data: Any, world_size: int | None = None) -> Plan:

@@ -18,7 +18,7 @@ from ds_hetero.errors import ModelError, PlanError
 from ds_hetero.models import model_from_config
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner import plan, strategy
-from ds_hetero.reporting.described_plan import _config_of
+from ds_hetero.reporting.scenario import _config_of
 from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.recurrent.state_passing import chains_of
 from ds_hetero.runtime.replica import Replica

@@ -23,7 +23,7 @@ from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import ClusterError, PlanError
 from ds_hetero.models import load_model
-from ds_hetero.models.configs import Training, adapter_parameters, adapter_widths, read_training
+from ds_hetero.models.trained_weights import Training, adapter_parameters, adapter_widths, read_training
 from ds_hetero.planner import plan
 from ds_hetero.planner.memory import advise, best_schedule, longest_sequence, stacks
 from ds_hetero.values.baselines import ulysses

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from ds_hetero.errors import ModelError
-from ds_hetero.models.configs import load_model, model_from_config, model_names
+from ds_hetero.models.configs import model_from_config
+from ds_hetero.models.presets import load_model, model_names
 
 LLAMA = {
     "model_type": "llama",

@@ -18,7 +18,7 @@ from ds_hetero.profiler.fit import (
     fit_efficiency,
     fit_transfer,
 )
-from ds_hetero.profiler.link_probes import rounds_between, rounds_inside
+from ds_hetero.profiler.pair_rounds import rounds_between, rounds_inside
 
 PEAK, MEMORY = 1e12, 100e9
 

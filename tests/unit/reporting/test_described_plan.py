@@ -13,8 +13,9 @@ from ds_hetero.cost.workload import Buffers
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model, model_names
 from ds_hetero.planner import strategy
-from ds_hetero.reporting.described_plan import DescribedPlan, PlanScenario, read_described_plan, read_scenario
+from ds_hetero.reporting.described_plan import DescribedPlan, read_described_plan
 from ds_hetero.reporting.run_file import plan_digest
+from ds_hetero.reporting.scenario import PlanScenario, read_scenario
 from ds_hetero.values.plans import Plan, read_plan
 
 OTHER = {

@@ -8,10 +8,11 @@ from ds_hetero.cli.showing.pictures import draw_pipelines
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload
 from ds_hetero.models import load_model
-from ds_hetero.reporting.described_plan import DescribedPlan, PlanScenario
+from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.html import Page
 from ds_hetero.reporting.pipelines_sections import MAX_MICRO_BATCHES, _timelines, judged
 from ds_hetero.reporting.plan_page import plan_page
+from ds_hetero.reporting.scenario import PlanScenario
 from ds_hetero.values.plans import read_plan
 
 

@@ -22,7 +22,8 @@ from ds_hetero.frameworks.transformers.model.model_checks import (
     values_by_layer,
 )
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
-from ds_hetero.models.configs import model_from_config, read_model_config
+from ds_hetero.models.configs import model_from_config
+from ds_hetero.models.presets import read_model_config
 from ds_hetero.models.shapes import ModelSpec
 
 
@@ -95,7 +96,7 @@ def model_without_weights(source: str | Path) -> nn.Module | None:
     """A config.json's causal language model on torch's meta device; None without one. Raises `ModelError`.
 
     Args:
-        source: see `ds_hetero.models.configs.load_model`.
+        source: see `ds_hetero.models.presets.load_model`.
     """
     import transformers
     from huggingface_hub.errors import StrictDataclassError

@@ -1,0 +1,63 @@
+"""Host time of one round of messages, without the time that a rank waits for the others."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from ds_hetero.batch.head_table import Member
+from ds_hetero.runtime.attention.head_exchange import (
+    Exchange,
+    gather_output_heads,
+    gather_sequence,
+    scatter_output,
+    scatter_sequence,
+)
+
+EXCHANGES = 24  # repeats of each of a block's four exchanges; chosen, never measured
+BUSY_S = 0.2  # of work without waiting, to see how much of a core the rank has; chosen, never measured
+
+
+def message_overhead_s(device: torch.device) -> float:
+    """Return this rank's host time for one round of messages: the mean of the four exchanges of a block.
+
+    It is the CPU time of this thread, which leaves waiting out, times the wall time that the thread takes for a second
+    of CPU time: a rank may have a part of a core only. 0 where a device computes, since the host runs ahead of it.
+
+    Caller: every rank.
+    Collectives: the four exchanges of a block of attention, with few bytes, ``EXCHANGES + 1`` times.
+    """
+    if device.type != "cpu":
+        return 0.0
+    return _cpu_time_of_exchange_s() * _wall_per_cpu_time()
+
+
+def _cpu_time_of_exchange_s() -> float:
+    size = dist.get_world_size()
+    tokens, head_dim = 8, 16
+    members = tuple(Member(tokens, (rank, rank + 1), (rank, rank + 1)) for rank in range(size))
+    exchange = Exchange(members, dist.get_rank(), size, size, dist.group.WORLD)
+    own_BHsD = torch.ones(1, size, tokens, head_dim)
+    all_BhSD = torch.ones(1, 1, size * tokens, head_dim)
+    all_SBhD = all_BhSD.permute(2, 0, 1, 3).contiguous()
+    own_BsHD = own_BHsD.transpose(1, 2).contiguous()
+    begin_s = 0.0
+    for repeat in range(EXCHANGES + 1):
+        if repeat == 1:  # the first one warms up
+            begin_s = time.thread_time()
+        gather_sequence(own_BHsD, own_BHsD, own_BHsD, exchange)
+        scatter_output(all_SBhD, exchange)
+        gather_output_heads(own_BsHD, exchange)
+        scatter_sequence(all_BhSD, all_BhSD, all_BhSD, exchange)
+    return (time.thread_time() - begin_s) / (4 * EXCHANGES)
+
+
+def _wall_per_cpu_time() -> float:
+    """Wall time over CPU time of work that never waits: 1 on a core of its own, 2 on half a core."""
+    matrix = torch.ones(128, 128)
+    wall_begin, cpu_begin = time.perf_counter(), time.thread_time()
+    while time.perf_counter() < wall_begin + BUSY_S:
+        matrix @ matrix
+    return (time.perf_counter() - wall_begin) / (time.thread_time() - cpu_begin)
