@@ -26,8 +26,8 @@ from ds_hetero.planner.memory import stacks
 from ds_hetero.profiler.kernel_probe import profile_ranks
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_dtype
-from ds_hetero.selftest.meeting import Session
-from ds_hetero.selftest.summary import Line
+from ds_hetero.selftest.lines import Line
+from ds_hetero.selftest.session import Session
 from ds_hetero.selftest.training import warnings_only
 from ds_hetero.values.schedule import Schedule
 

@@ -18,12 +18,17 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ds_hetero.errors import ConfigError, PeerError
 from ds_hetero.runtime.devices import default_device
-from ds_hetero.selftest.attention import check_exchange, check_kernels
-from ds_hetero.selftest.communication import check_bandwidth, check_collectives
-from ds_hetero.selftest.meeting import CallWatch, Failure, Meeting, Session, meet
+from ds_hetero.selftest.call_watch import CallWatch
+from ds_hetero.selftest.collectives import check_collectives
+from ds_hetero.selftest.device_rates import check_bandwidth
+from ds_hetero.selftest.exchange import check_exchange
+from ds_hetero.selftest.kernels import check_kernels
+from ds_hetero.selftest.lines import Line, merge
+from ds_hetero.selftest.meeting import Failure, Meeting, meet
 from ds_hetero.selftest.prediction import check_prediction
 from ds_hetero.selftest.ranks import check_ranks, describe_rank, nodes_of_ranks
-from ds_hetero.selftest.summary import Line, Report, merge
+from ds_hetero.selftest.report import Report
+from ds_hetero.selftest.session import Session
 from ds_hetero.selftest.training import check_training
 
 _WIDTH = 150  # of tables that do not go to a terminal

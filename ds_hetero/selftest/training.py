@@ -14,9 +14,9 @@ import ds_hetero
 from ds_hetero.common.extras import TRAINING, require
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.errors import HeteroError
-from ds_hetero.selftest.attention import NUM_HEADS, NUM_KV_HEADS, length_for, uneven_schedules
-from ds_hetero.selftest.meeting import Session
-from ds_hetero.selftest.summary import Line
+from ds_hetero.selftest.lines import Line
+from ds_hetero.selftest.session import Session
+from ds_hetero.selftest.uneven_schedules import NUM_HEADS, NUM_KV_HEADS, length_for, uneven_schedules
 
 _TOLERANCE = 1e-4  # relative; sums of float32 in another order differ by less
 _CLIP = 1.0

@@ -49,8 +49,6 @@ TWO_SUBJECTS = frozenset(
         "ds_hetero.planner.published.tangram.planner",
         "ds_hetero.planner.replan.planned",
         "ds_hetero.runtime.step_checks.comparison_pace",
-        "ds_hetero.selftest.communication",
-        "ds_hetero.selftest.summary",
     }
 )
 

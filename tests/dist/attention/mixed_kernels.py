@@ -14,7 +14,8 @@ from ds_hetero.runtime.attention.kernels.plain import plain_backward, plain_forw
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from ds_hetero.runtime.attention.kernels.triton_native import TritonKernel
 from ds_hetero.runtime.replica import make_replica
-from ds_hetero.selftest.attention import Case, largest_error, uneven_schedules
+from ds_hetero.selftest.attention_case import Case, largest_error
+from ds_hetero.selftest.uneven_schedules import uneven_schedules
 from ds_hetero.values.plans import Plan
 from tests.support import run_ranks
 

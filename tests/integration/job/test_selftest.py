@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from ds_hetero.errors import ConfigError
+from ds_hetero.selftest.lines import Line, merge
 from ds_hetero.selftest.ranks import check_ranks
-from ds_hetero.selftest.summary import Line, merge, redacted
+from ds_hetero.selftest.report import redacted
 from tests.support import run_deepspeed
 
 pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
@@ -91,9 +92,9 @@ def _wrong_kernel(rank: int) -> None:
 
 
 def _replace_collective(name: str, replacement: Any) -> None:
-    from ds_hetero.selftest import communication
+    from ds_hetero.selftest import collectives
 
-    communication._COLLECTIVES[name] = replacement
+    collectives._COLLECTIVES[name] = replacement
 
 
 def _sleeping_rank(rank: int) -> None:
@@ -114,11 +115,11 @@ def _dead_rank(rank: int) -> None:
 
 
 def _wrong_size(rank: int) -> None:
-    from ds_hetero.selftest import communication
+    from ds_hetero.selftest import collectives
 
-    right = communication._part_sizes
+    right = collectives._part_sizes
     if rank == 0:  # sends more than the other expects; gloo lets the opposite pass
-        communication._part_sizes = lambda size: [count + (count == 3) for count in right(size)]  # type: ignore
+        collectives._part_sizes = lambda size: [count + (count == 3) for count in right(size)]  # type: ignore
 
 
 FAULTS = {

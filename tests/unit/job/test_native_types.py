@@ -34,8 +34,10 @@ class _BesideAmpere(start.World):
     """A world whose first rank has a GPU with bfloat16 and whose others are as this one."""
 
     def on_all_ranks(self, compute: Callable[[], T]) -> list[T]:
-        facts, _, _, capability = compute()  # type: ignore[misc]
-        return [(facts, None, "NVIDIA A100", capability), *[compute() for _ in range(self.size - 1)]]  # type: ignore[list-item]
+        found: Any = compute()
+        facts, _, _, capability = found
+        ampere: Any = (facts, None, "NVIDIA A100", capability)
+        return [ampere, *(compute() for _ in range(self.size - 1))]
 
 
 def _facts(training: TrainingFacts, dtype: str = "float32") -> JobFacts:

@@ -15,7 +15,8 @@ from ds_hetero.cluster.catalogue import FRAGMENTATION
 from ds_hetero.reporting.described_plan import DescribedPlan
 from ds_hetero.reporting.measured_row import COLUMNS
 from ds_hetero.reporting.run_file import write_run
-from ds_hetero.selftest.summary import Line, Report
+from ds_hetero.selftest.lines import Line
+from ds_hetero.selftest.report import Report
 from ds_hetero.values.baselines import ulysses
 from ds_hetero.values.plans import Plan
 from tests.reported import command, described, plan_file, run_of

@@ -1,28 +1,17 @@
-"""The collectives of the runtime with parts of unequal size, zero included, over all ranks.
-
-How fast devices and links are, beside what the catalogue says of them; for information.
-"""
+"""The collectives of the runtime with parts of unequal size, zero included, over all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hetero.cluster.catalogue import CATALOGUE
-from ds_hetero.cluster.names import catalogue_name
-from ds_hetero.common.reading import JsonObject
-from ds_hetero.common.units import GB, GIB, TERA
-from ds_hetero.profiler.device_probes import Timer, matmul_probe, memory_probe
-from ds_hetero.profiler.link_probes import pair_round
-from ds_hetero.profiler.pair_rounds import rounds_between, rounds_inside
 from ds_hetero.runtime.collectives import all_gather_bytes
-from ds_hetero.runtime.devices import default_dtype
-from ds_hetero.selftest.meeting import Session
-from ds_hetero.selftest.summary import Line
+from ds_hetero.selftest.lines import Line
+from ds_hetero.selftest.session import Session
 
 
 def check_collectives(session: Session) -> Iterator[Line]:
@@ -106,35 +95,3 @@ _COLLECTIVES: dict[str, Callable[[Session], Any]] = {
     "uneven broadcasts": _broadcasts,
     "messages around a ring": _messages,
 }
-
-
-def check_bandwidth(session: Session, described: JsonObject) -> Iterator[Line]:
-    """One line per part, with what this rank measured."""
-    name = catalogue_name(described["device"], int(described["memory_gib"] * GIB))
-    entry = None if name is None or session.device.type == "cpu" else CATALOGUE[name]
-    timer = Timer(session.device, 0.05 if session.quick else 0.2)
-    dtype = default_dtype(session.device)
-    with session.watch.call("products"):
-        flops_per_s = matmul_probe(timer, dtype)
-    text = f"{flops_per_s / TERA:.3g} TFLOPS in {str(dtype).removeprefix('torch.')}"
-    text += _of(flops_per_s, None if entry is None else entry.device.peak_flops_per_s, TERA)
-    yield Line("products", "info", text, flops_per_s)
-    with session.watch.call("copies in memory"):
-        bytes_per_s = memory_probe(timer)
-    peak = None if entry is None else entry.device.memory_bytes_per_s
-    yield Line("copies in memory", "info", f"{bytes_per_s / GB:.3g} GB/s" + _of(bytes_per_s, peak, GB), bytes_per_s)
-    nodes: Sequence[Sequence[int]] = session.nodes
-    for where, pairs in (rounds_inside(nodes) | rounds_between(nodes)).items():
-        with session.watch.call(f"links {where}"):
-            samples = pair_round(pairs, session.rank, session.device)
-        if samples:
-            largest = samples[-1]
-            rate = largest.num_bytes / largest.seconds
-            link = entry.link_bytes_per_s if entry is not None and where.startswith("inside") else None
-            yield Line(f"links {where}", "info", f"{rate / GB:.3g} GB/s each way" + _of(rate, link, GB), rate)
-
-
-def _of(measured: float, catalogued: float | None, unit: float) -> str:
-    if not catalogued:
-        return ""
-    return f", {100 * measured / catalogued:.0f} % of the catalogue's {catalogued / unit:.4g}"

@@ -1,7 +1,4 @@
-"""The report of a run: tables for people, JSON for machines, neither with private data.
-
-Verdicts: what a check says of one rank, and the same put together over all ranks.
-"""
+"""The report of a run: tables for people, JSON for machines, neither with private data."""
 
 from __future__ import annotations
 
@@ -9,15 +6,14 @@ import io
 import json
 import re
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from ds_hetero.common.reading import JsonDict, JsonObject
+from ds_hetero.selftest.lines import Line
 
 _WIDTH = 120
 _PRIVATE = ("host", "environment", "type")  # of a rank's description
@@ -110,31 +106,3 @@ def redacted(text: str) -> str:
         if len(private) > 1:
             text = text.replace(private, stand_in)
     return re.sub(r"\[?\b\d{1,3}(?:\.\d{1,3}){3}\b\]?(?::\d+)?|\[[0-9a-f:]*:[0-9a-f:.%\w]*\](?::\d+)?", "ADDRESS", text)
-
-
-Status = Literal["pass", "fail", "skip", "info"]
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Result of a check, on one rank or on ranks that agree."""
-
-    name: str
-    status: Status  # ``"info"`` takes no part in the verdict
-    detail: str = ""  # the reason, or what was measured
-    per_s: float | None = None  # rate that was measured: operations, or bytes, per second
-    ranks: tuple[int, ...] = ()  # of which it is said, once those of all ranks have been put together; empty for all
-
-
-def merge(lines_of_ranks: Sequence[Sequence[Line]]) -> list[Line]:
-    """Put the lines of all ranks together: one for each name and verdict, in the order in which names appear."""
-    ranks: dict[str, dict[Line, list[int]]] = {}
-    for rank, lines in enumerate(lines_of_ranks):
-        for line in lines:
-            ranks.setdefault(line.name, {}).setdefault(line, []).append(rank)
-    merged = []
-    for said in ranks.values():
-        for line, of_ranks in said.items():
-            is_all = len(of_ranks) == len(lines_of_ranks)
-            merged.append(line if is_all else replace(line, ranks=tuple(of_ranks)))
-    return merged

@@ -1,0 +1,30 @@
+"""Uneven schedules over all ranks, and lengths that divide by nothing."""
+
+from __future__ import annotations
+
+from ds_hetero.values.schedule import Group, Schedule
+from ds_hetero.values.splits import share
+
+NUM_HEADS, NUM_KV_HEADS = 8, 4
+
+
+def uneven_schedules(size: int) -> dict[str, Schedule]:
+    """By name: one group, a ring of single ranks, and, from three ranks on, a ring of two groups with other cuts."""
+    ranks = tuple(range(size))
+    schedules = {"ragged exchange": _schedule([ranks]), "ring": _schedule([(rank,) for rank in ranks])}
+    if size >= 3:
+        schedules["sub-rings"] = _schedule([ranks[: size // 2], ranks[size // 2 :]])
+    return schedules
+
+
+def length_for(size: int) -> int:
+    """Tokens of a sequence that gives every rank some, and divides by nothing."""
+    return 24 * size + 7
+
+
+def _schedule(groups: list[tuple[int, ...]]) -> Schedule:
+    made = []
+    for index, ranks in enumerate(groups):
+        weights = [1 + (rank + index) % 3 for rank in ranks]
+        made.append(Group(ranks=ranks, tokens=tuple(weights[::-1]), heads=share(NUM_HEADS, weights)))
+    return Schedule(num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, groups=tuple(made), layout="zigzag")
