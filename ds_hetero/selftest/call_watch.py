@@ -13,8 +13,11 @@ from pathlib import Path
 
 import torch
 
+from ds_hetero.common.text import ranks_text
 from ds_hetero.errors import HeteroError
+from ds_hetero.runtime.peers.board import Processes
 from ds_hetero.selftest.meeting import Failure, Meeting
+from ds_hetero.selftest.terminations import Terminations
 
 _POLL_S = 0.25
 _CALLS_PER_CHECK = 1000  # checks may make other calls on each rank; their numbers begin alike
@@ -35,6 +38,10 @@ class CallWatch:
     nobody can tell in which state they are. So the first one on any rank ends the test on all ranks: one of them
     reports it, with where every rank stands, and all processes exit with 1.
 
+    A rank whose process ends is another reason. gloo tells the others, NCCL does not, and launchers end them within
+    0.1 s (torchrun's ``--monitor-interval``) by a SIGTERM, after which torchrun waits 30 s for them. So this thread
+    looks at the processes of its host, and takes that signal for a failure to be reported instead of ending at once.
+
     Args:
         meeting: a connection to the store that nobody else waits on.
         report: writes the report of a failure: what failed, and a line for where each rank stands.
@@ -48,6 +55,8 @@ class CallWatch:
         self._call: _Call | None = None
         self._ending = threading.Lock()
         self._closed = threading.Event()
+        self._processes = Processes(meeting, meeting.rank, meeting.size)
+        self._terminations = Terminations()
         self._thread = threading.Thread(target=self._look, name="ds_hetero selftest watch", daemon=True)
         self._thread.start()
 
@@ -78,6 +87,7 @@ class CallWatch:
         """Watch no longer."""
         self._closed.set()
         self._thread.join()
+        self._terminations.close()
 
     def _look(self) -> None:
         while not self._closed.wait(_POLL_S):
@@ -88,8 +98,19 @@ class CallWatch:
                 failure = Failure(self._meeting.rank, self._number, "the store", f"does not answer: {error}")
             if failure is None and call is not None and time.monotonic() > call.deadline:
                 failure = self._failure(call, f"did not end within {call.limit_s:.0f} s")
+            if failure is None and (gone := self._gone()):
+                failure = self._failure(call or _Call(self._number, "between two calls", 0.0, 0.0), gone)
             if failure is not None:
                 self._end(failure)
+
+    def _gone(self) -> str:
+        """Why other ranks cannot go on, as this one sees it; empty if they can."""
+        was_told_to_end = self._terminations.arrived()
+        if dead := self._processes.dead():
+            return f"{ranks_text(dead)} ended meanwhile: killed, or crashed without a last word"
+        if was_told_to_end:
+            return "was told to end (SIGTERM), as launchers do when another rank has ended"
+        return ""
 
     def _failure(self, call: _Call, cause: str) -> Failure:
         return Failure(self._meeting.rank, call.number, call.name, cause)
@@ -101,7 +122,7 @@ class CallWatch:
                 failure = self._meeting.declare(failure)
                 self._meeting.tell_site(_site_of_main_thread())
                 if self._meeting.takes_report():
-                    self._report(failure, self._meeting.standing(failure.number))
+                    self._report(failure, self._meeting.standing(failure.number, self._processes.dead()))
                     self._meeting.end_report()
                 else:
                     self._meeting.wait_for_report()

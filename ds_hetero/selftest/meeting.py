@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,12 +18,14 @@ from typing import Any
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import ranks_by_value
 from ds_hetero.engine.process import is_kept_by_launcher, name_of_start
 from ds_hetero.errors import PeerError
 
 _REPORT_S = 10.0  # for another rank to write the report of a failure
 _ANSWER_S = 3.0  # for a rank to say where it is
+_GONE = "its process has ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,18 @@ class Meeting:
             time.sleep(_ANSWER_S)  # the others ask as well
         return f"rank {', '.join(absent)}"
 
+    def introduce(self, rank: int, process: JsonDict) -> None:
+        """Tell the others which process this rank is."""
+        self.store.set(f"process/{rank}", json.dumps(process))
+
+    def process(self, rank: int) -> JsonDict | None:
+        """The process that a rank has introduced itself with; None where it has not yet."""
+        key = f"process/{rank}"
+        if not self.store.check([key]):
+            return None
+        process: JsonDict = json.loads(self.store.get(key))
+        return process
+
     def come_to(self, number: int, call: str) -> None:
         """Note that this rank has come to a call."""
         self.store.set(f"at/{self.rank}", json.dumps([number, call]))
@@ -73,11 +88,17 @@ class Meeting:
         """Note which line of code this rank is at, once a call has failed somewhere."""
         self.store.set(f"site/{self.rank}", site)
 
-    def standing(self, number: int) -> list[str]:
-        """Where every rank is, seen from call ``number``: one line for the ranks that are at the same place."""
+    def standing(self, number: int, dead: Collection[int] = ()) -> list[str]:
+        """Where every rank is, seen from call ``number``: one line for the ranks that are at the same place.
+
+        Args:
+            dead: ranks that will not answer, as their processes are gone.
+        """
+        answering = [rank for rank in range(self.size) if rank not in dead]
         with contextlib.suppress(RuntimeError):  # who does not answer in time is told below
-            self.store.wait([f"site/{rank}" for rank in range(self.size)], timedelta(seconds=_ANSWER_S))
-        places = ((rank, f"{self._place(rank, number)}; {self._site(rank)}") for rank in range(self.size))
+            self.store.wait([f"site/{rank}" for rank in answering], timedelta(seconds=_ANSWER_S))
+        sites = {rank: _GONE if rank in dead else self._site(rank) for rank in range(self.size)}
+        places = ((rank, f"{self._place(rank, number)}; {site}") for rank, site in sites.items())
         return [f"rank {', '.join(map(str, ranks))}: {place}" for place, ranks in ranks_by_value(places).items()]
 
     def _place(self, rank: int, number: int) -> str:

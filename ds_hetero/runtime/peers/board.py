@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -321,10 +321,20 @@ _GONE = "ZX-"
 _EXITING = 0x4  # of the kernel's flags of a process: it gives its memory back, which takes a while, and answers nobody
 
 
+class Introductions(Protocol):
+    """Where ranks tell each other which processes they are."""
+
+    def introduce(self, rank: int, process: JsonDict) -> None:
+        """Tell the others which process this rank is."""
+
+    def process(self, rank: int) -> JsonDict | None:
+        """The process that a rank has introduced itself with, if it has."""
+
+
 class Processes:
     """The processes of all ``size`` ranks; every rank waits here until all have introduced themselves."""
 
-    def __init__(self, board: Board, rank: int, size: int) -> None:
+    def __init__(self, board: Introductions, rank: int, size: int) -> None:
         pid = os.getpid()
         board.introduce(rank, {"host": _host(), "pid": pid, "started": _state(pid, "")[1]})
         processes: list[JsonDict] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,20 @@ def _dead_rank(rank: int) -> None:
         _replace_collective("uneven broadcasts", lambda session: os._exit(0))
 
 
+def _told_to_end(rank: int) -> None:
+    """The launcher has seen rank 1 fail, which other hosts cannot, and ends rank 0 with a signal."""
+    if rank == 0:
+        Path("pid").write_text(str(os.getpid()))
+    else:
+        _replace_collective("uneven broadcasts", _end_rank_0)
+
+
+def _end_rank_0(session: object) -> None:
+    time.sleep(0.5)  # rank 0 has come to the call too
+    os.kill(int(Path("pid").read_text()), signal.SIGTERM)
+    time.sleep(600)
+
+
 def _wrong_size(rank: int) -> None:
     from ds_hetero.selftest import collectives
 
@@ -127,6 +142,7 @@ FAULTS = {
     "sleeping rank": _sleeping_rank,
     "late rank": _late_rank,
     "dead rank": _dead_rank,
+    "told to end": _told_to_end,
     "wrong size": _wrong_size,
 }
 
@@ -157,7 +173,8 @@ def test_a_wrong_kernel_of_one_rank_is_named_and_the_test_goes_on(tmp_path: Path
             ),
             marks=pytest.mark.slow,
         ),
-        ("dead rank", "uneven broadcasts", (r"rank 1: has come to the call; does not answer: its process has ended",)),
+        ("dead rank", "uneven broadcasts", (r"rank 1: has come to the call; its process has ended",)),
+        ("told to end", "uneven broadcasts", (r"was told to end \(SIGTERM\), as launchers do when another rank",)),
         pytest.param(
             "wrong size",
             "uneven all_to_all",
