@@ -22,7 +22,7 @@ from ds_hetero.selftest.call_watch import CallWatch
 from ds_hetero.selftest.collectives import check_collectives
 from ds_hetero.selftest.device_rates import check_bandwidth
 from ds_hetero.selftest.exchange import check_exchange
-from ds_hetero.selftest.kernels import check_kernels
+from ds_hetero.selftest.kernel_checks import check_kernels
 from ds_hetero.selftest.lines import Line, merge
 from ds_hetero.selftest.meeting import Failure, Meeting, meet
 from ds_hetero.selftest.prediction import check_prediction
