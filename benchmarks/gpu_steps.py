@@ -166,7 +166,7 @@ def _predict(result: dict[str, Any]) -> None:
     alone, ranks = {job.name: job for job in ALONE}, {_name(task): task for task in RANKS}
     for row in result["jobs"]:
         if row["name"] in alone:
-            cost, schedule = _cost_of(alone[row["name"]], result["machine"]["gpu"])
+            cost, schedule = cost_of(alone[row["name"]], result["machine"]["gpu"])
             row["predicted_s"] = cost.predict(schedule).iteration_s
             if row.get("third_forward"):  # of tiles, which checkpointed layers computed once more than they do today
                 forward_flops = mlp_flops(cost.model) * cost.model.num_layers * cost.workload.seq_len
@@ -179,7 +179,7 @@ def _predict(result: dict[str, Any]) -> None:
             row["predicted_bytes"] = setting.fit_bytes(rank)
 
 
-def _cost_of(job: Alone, gpu: str) -> tuple[CostModel, Schedule]:
+def cost_of(job: Alone, gpu: str) -> tuple[CostModel, Schedule]:
     """The cost model of a job on one such card, and its schedule."""
     config = config_of(job.model, job.layers, job.length)
     workload = Workload(

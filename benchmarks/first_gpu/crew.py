@@ -29,7 +29,6 @@ from benchmarks.measure.ports import free_port
 
 _STACKS_S = 0.5  # for the ranks to write their stacks
 _TERM_S = 1.0  # between SIGTERM and SIGKILL, as ``timeout -k``
-_GRACE_S = 5.0  # for the other ranks to end, once one has failed
 _OUTPUT_BYTES = 3000  # of the end of a failed rank's output
 
 
@@ -65,6 +64,7 @@ class Crew:
         self._failures: dict[int, str] = {}
         self._done: set[int] = set()
         self._leads_group: set[int] = set()
+        self.ended_s: dict[int, float] = {}  # by rank, since the start
         self.outcome: Outcome | None = None
         folder.mkdir(parents=True)
         is_fresh = settings.rehearsal and part.rehearsed_fresh
@@ -117,11 +117,12 @@ class Crew:
     def _note_end(self, connection: Connection, rank: int, kind: str, value: str | None) -> None:
         del self._rank_of[connection]
         connection.close()
+        self.ended_s[rank] = self.seconds
         if kind == "done":
             self._done.add(rank)
         else:
             self._failures[rank] = value if kind == "failed" and value else self._cause_of_death(rank)
-            self.deadline = min(self.deadline, time.monotonic() + _GRACE_S)
+            self.deadline = min(self.deadline, time.monotonic() + self.part.grace_s)
         if not self._rank_of:
             self._settle()
 

@@ -27,6 +27,10 @@ class Measured:
         entry = self._parts.get((section, part))
         return [] if entry is None else entry["rows"]
 
+    def entry(self, section: str, part: str) -> dict[str, Any]:
+        """All that is kept of a part; empty if it is not of this run."""
+        return self._parts.get((section, part), {})
+
     def outcome(self, section: str, part: str) -> str:
         """How a part ended."""
         entry = self._parts.get((section, part))

@@ -23,7 +23,7 @@ def as_page(result: dict[str, Any]) -> str:
         "",
     ]
     lines += _table(
-        ("section", "part", "ranks", "outcome", "seconds", "rows", "why"),
+        ("section", "part", "ranks", "outcome", "seconds", "rows", "why", "not rehearsed"),
         [
             (
                 entry["section"],
@@ -33,6 +33,7 @@ def as_page(result: dict[str, Any]) -> str:
                 entry.get("seconds", ""),
                 len(entry["rows"]),
                 _last_line(entry.get("why", "")),
+                entry.get("unrehearsed", ""),
             )
             for entry in result["parts"]
         ],

@@ -105,9 +105,11 @@ class Part:
         env: variables of its processes; `rehearsed_env` has those of a rehearsal beside them.
         strict: in a rehearsal its ranks wait where those on NCCL would (`tests.strict_group`).
         in_background: it begins with its section and runs beside all that follows.
-        is_to_hang: it does what is known to stand still, and reaching the limit is its result.
+        outcomes: no fault of the run: "timed out" where standing still is a result, "failed" where a rank dies.
+        grace_s: for the other ranks to end, once one has failed.
         rehearsed_limit_s: of a rehearsal; None for the same. `rehearsed_ranks` likewise.
         rehearsed_fresh: a rehearsal starts a new interpreter for it, since imports read its variables.
+        unrehearsed: what of it runs on a GPU alone, where the rest is rehearsed.
         not_rehearsed: why it cannot be rehearsed; empty where it is.
     """
 
@@ -120,10 +122,12 @@ class Part:
     rehearsed_env: Mapping[str, str] = field(default_factory=dict)
     strict: bool = False
     in_background: bool = False
-    is_to_hang: bool = False
+    outcomes: tuple[str, ...] = ("done", "left out")
+    grace_s: float = 5.0
     rehearsed_limit_s: float | None = None
     rehearsed_ranks: int | None = None
     rehearsed_fresh: bool = False
+    unrehearsed: str = ""
     not_rehearsed: str = ""
 
     def of_run(self, rehearsal: bool) -> Part:

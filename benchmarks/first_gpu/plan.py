@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
-from benchmarks.first_gpu.sections import cudnn, environment, triton
+from benchmarks.first_gpu.sections import cudnn, end, environment, more_ranks, overlap, ring, steps, triton, two_ranks
 
-SECTIONS = (environment.SECTION, cudnn.SECTION, triton.SECTION)
+SECTIONS = (
+    environment.SECTION,
+    cudnn.SECTION,
+    triton.SECTION,
+    ring.SECTION,
+    overlap.SECTION,
+    two_ranks.SECTION,
+    more_ranks.SECTION,
+    steps.SECTION,
+    end.SECTION,
+)

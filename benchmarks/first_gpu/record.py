@@ -39,6 +39,8 @@ class Record:
                 "outcome": NOT_REACHED,
                 "rows": [],
             }
+            if rehearsal and part.unrehearsed:
+                self._entries[section.name, part.name]["unrehearsed"] = part.unrehearsed
         self.result: dict[str, Any] = {
             **header(command),
             "rehearsal": rehearsal,

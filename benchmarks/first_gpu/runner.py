@@ -124,6 +124,7 @@ class Runner:
         assert crew.outcome is not None
         entry["outcome"], why = crew.outcome
         entry["seconds"] = round(crew.seconds, 1)
+        entry["ended_s"] = {str(rank): round(seconds, 2) for rank, seconds in sorted(crew.ended_s.items())}
         if why:
             entry["why"] = why
             entry["outputs"] = crew.outputs()

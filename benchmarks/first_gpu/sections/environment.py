@@ -131,7 +131,7 @@ def compile_kernels(context: Context) -> None:
         try:
             compile_config(config, capability, torch.bfloat16, context.folder)
         except Exception as error:  # Triton raises what it likes; the table names it and goes on
-            row["error"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+            row["refused"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
         context.report(row)
 
 

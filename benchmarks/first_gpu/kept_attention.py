@@ -1,0 +1,45 @@
+"""Attention that is computed once although its layer is recomputed: output and log-sum-exp are kept from the forward.
+
+A prototype, for the gain to be measured: it knows no order but that layers are recomputed in the reverse of the
+forward's, as non-reentrant checkpointing does with one micro-batch at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from ds_hetero.runtime.attention import attention as engine_attention
+
+
+class KeptAttention:
+    """What the forwards of a step have kept; ``reused`` counts what was not computed again."""
+
+    def __init__(self) -> None:
+        self._results: list[Any] = []
+        self.computed = self.reused = 0
+
+    def forward(self, q: Any, k: Any, v: Any, context: Any) -> Any:
+        """In the place of `ring_forward`."""
+        if torch._C._current_graph_task_id() != -1 and self._results:  # inside a backward: a layer is recomputed
+            self.reused += 1
+            return self._results.pop()
+        self.computed += 1
+        result = _stock(q, k, v, context)
+        self._results.append(result)
+        return result
+
+
+_stock = engine_attention.ring_forward
+
+
+@contextmanager
+def keeping_attention() -> Iterator[KeptAttention]:
+    """Keep the attention of every layer from its forward to its recomputation."""
+    kept = KeptAttention()
+    with mock.patch.object(engine_attention, "ring_forward", kept.forward):
+        yield kept

@@ -1,0 +1,96 @@
+"""Section "more_ranks": three ranks on one card, for what two cannot show."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.first_gpu.parts import Context, Part, Section
+from benchmarks.first_gpu.sections import two_ranks
+from benchmarks.first_gpu.small_pipeline import largest_difference, lone_stages, plan_of
+
+_RANKS = 3
+_WAITS_FOR_EVER = {"STRICT_GROUP_LOCK_S": "0"}  # in a rehearsal as on a card: the part's limit ends it
+
+
+def used_by_some_first(context: Context) -> None:
+    """A group without a communicator yet, whose first call is a message between two of its three ranks."""
+    context.join(lazily=True)
+    element = torch.zeros(1, device=context.device)
+    context.report({"step": "begins"})
+    if context.rank == 2:
+        time.sleep(context.choose(10.0, 3.0))  # it calls nothing, as a rank outside a message does
+    else:
+        _exchange(context.rank, 1 - context.rank, element, None)
+        context.synchronize()
+        context.report({"step": "the message has passed"})
+
+
+def used_by_all_first(context: Context) -> None:
+    """The same message on a group as the package makes it: used once by all ranks."""
+    from ds_hetero.runtime.process_groups import ProcessGroups
+
+    context.join(lazily=True)
+    group = ProcessGroups().of(range(context.ranks), "as the package makes it")
+    element = torch.zeros(1, device=context.device)
+    if context.rank != 2:
+        _exchange(context.rank, 1 - context.rank, element, group)
+        context.synchronize()
+    context.report({"step": "the message has passed"})
+
+
+def _exchange(rank: int, peer: int, element: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    post = dist.isend if rank == 0 else dist.irecv
+    for work in dist.batch_isend_irecv([dist.P2POp(post, element, peer, group)]):
+        work.wait()
+
+
+def three_stages(context: Context) -> None:
+    """A pipeline of three stages, in which a gradient that is asked for too early would wait for a forward."""
+    context.join()
+    differences = largest_difference(plan_of(lone_stages(context.ranks)), context.device, tied=True)
+    context.report({"stages": "3 of one rank", **differences, "right": max(differences.values()) <= two_ranks.RIGHT})
+
+
+def tensor_stage(context: Context) -> None:
+    """A stage of one rank before one of two that hold copies of their tokens."""
+    from ds_hetero.values.plans import Stage
+
+    context.join()
+    stages = [Stage(ranks=(0,), layers=(0, 2)), Stage(ranks=(1, 2), layers=(2, 4), inner="tensor")]
+    differences = largest_difference(plan_of(stages), context.device, tied=False)
+    context.report({"stages": "1 and 2 ranks", **differences, "right": max(differences.values()) <= two_ranks.RIGHT})
+
+
+SECTION = Section(
+    name="more_ranks",
+    budget_s=60,
+    decides="whether three ranks run on one card, and whether groups are to be used by all ranks first",
+    parts=(
+        Part(name="used by all first", run=used_by_all_first, ranks=_RANKS, limit_s=20, strict=True),
+        Part(
+            name="used by some first",
+            run=used_by_some_first,
+            ranks=_RANKS,
+            limit_s=15,
+            rehearsed_limit_s=5,
+            outcomes=("done", "timed out", "failed"),
+            strict=True,
+            rehearsed_env=_WAITS_FOR_EVER,
+        ),
+        Part(name="three stages", run=three_stages, ranks=_RANKS, limit_s=20, strict=True),
+        Part(
+            name="tensor stage",
+            run=tensor_stage,
+            ranks=_RANKS,
+            limit_s=20,
+            strict=True,
+            needs=("torch.distributed.all_gather_single",),
+        ),
+        Part(name="sub-rings", run=two_ranks.attention, ranks=_RANKS, limit_s=20, strict=True),
+        Part(name="unequal collectives", run=two_ranks.unequal_collectives, ranks=_RANKS, limit_s=20),
+        Part(name="self-test", run=two_ranks.selftest, ranks=_RANKS, limit_s=45),
+    ),
+)

@@ -1,0 +1,386 @@
+"""Section "two_ranks": what ranks say to each other over NCCL, two of them on one card."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.first_gpu.groups_memory import MemoryOfDevice
+from benchmarks.first_gpu.parts import Context, Part, Row, Section
+from benchmarks.first_gpu.small_pipeline import largest_difference, lone_stages, plan_of
+from benchmarks.measure.device_timing import median_s
+
+RIGHT = 1e-4  # largest difference in fp32: sums in another order, and TF32 is off
+_CLIP = 1.0
+_WAITS_FOR_EVER = {"STRICT_GROUP_LOCK_S": "0"}  # in a rehearsal as on a card: the part's limit ends it
+
+
+# --- pipelines
+
+
+def pipeline_unconnected(context: Context) -> None:
+    """As pipelines were before the review: no pair is connected first, and gradients are asked for before forwards."""
+    with _as_before():
+        _train_pipeline(context, tied=False)
+
+
+def pipeline(context: Context) -> None:
+    """As pipelines are, untied."""
+    _train_pipeline(context, tied=False)
+
+
+def tied_pipeline(context: Context) -> None:
+    """As pipelines are, with an embedding that is the head: its bucket has the first and the last stage."""
+    _train_pipeline(context, tied=True)
+
+
+def _train_pipeline(context: Context, tied: bool) -> None:
+    context.join()
+    context.report({"step": "begins"})
+    began = time.monotonic()
+    row: Row = {"step": "ended", **largest_difference(plan_of(lone_stages(context.ranks)), context.device, tied)}
+    row["right"] = max(row["loss_difference"], row["weight_difference"]) <= RIGHT
+    context.report(row | {"step_s": time.monotonic() - began})
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    from ds_hetero.runtime.pipeline import runner
+    from ds_hetero.runtime.process_groups import Connections
+
+    class EagerInbox(runner._Inbox):
+        """Asks for what comes as soon as it is made."""
+
+        def __init__(self, boundary: Any, batches: Any, width: int, dtype: torch.dtype) -> None:
+            super().__init__(boundary, batches, width, dtype)
+            self.expect(len(batches))
+
+    with (
+        mock.patch.object(Connections, "make", lambda self, pairs: None),
+        mock.patch.object(runner, "_Inbox", EagerInbox),
+    ):
+        yield
+
+
+def posted_receive(context: Context) -> None:
+    """Whether a receive that waits for its peer keeps this rank from giving memory back to the driver."""
+    context.join()
+    late_s = context.choose(4.0, 0.5)
+    element = torch.zeros(1, device=context.device)
+    _message(context, element)  # connects
+    dist.barrier()
+    if context.rank == 1:
+        time.sleep(late_s)
+        _message(context, element)
+        return
+    torch.empty(64 * 2**20, dtype=torch.uint8, device=context.device)  # which the allocator keeps
+    works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, element, 1)])
+    began = time.monotonic()
+    _give_memory_back(context)
+    waited_s = time.monotonic() - began
+    for work in works:
+        work.wait()
+    context.report({"late_s": late_s, "waited_s": waited_s, "blocks": waited_s > late_s / 2})
+
+
+def _message(context: Context, element: torch.Tensor) -> None:
+    """One from rank 1 to rank 0."""
+    operation = dist.P2POp(dist.isend, element, 0) if context.rank == 1 else dist.P2POp(dist.irecv, element, 1)
+    for work in dist.batch_isend_irecv([operation]):
+        work.wait()
+    context.synchronize()
+
+
+def _give_memory_back(context: Context) -> None:
+    if context.device.type == "cuda":
+        torch.cuda.empty_cache()
+        return
+    from tests.strict_group import own_device
+
+    own_device().need_idle()
+
+
+# --- attention and ZeRO
+
+
+def attention(context: Context) -> None:
+    """A ragged exchange and a ring in the type that trains, on lengths that fit no tile, against float64."""
+    from ds_hetero.runtime.attention.attention import AttentionSpec
+    from ds_hetero.runtime.attention.kernels import select
+    from ds_hetero.runtime.process_groups import ProcessGroups
+    from ds_hetero.runtime.replica import make_replica
+    from ds_hetero.selftest.attention import TOLERANCE, Case, largest_error, uneven_schedules
+    from ds_hetero.values.plans import Plan
+
+    context.join()
+    groups, length = ProcessGroups(), context.choose(4099, 79)
+    dtype = torch.bfloat16
+    kernel = select(context.device, dtype, 64, None, None)
+    for name, schedule in uneven_schedules(context.ranks).items():
+        replica = make_replica(Plan.of_replicas([schedule]), groups)
+        began = time.monotonic()
+        error = largest_error(Case(AttentionSpec(kernel), dtype, 64), replica, length, context.device)
+        row: Row = {"schedule": name, "kernel": kernel.name, "tokens": length, "error": error}
+        context.report(row | {"right": error <= TOLERANCE[dtype], "step_s": time.monotonic() - began})
+
+
+def zero_3(context: Context) -> None:
+    """A weighted ZeRO-3 step against one process, behind DeepSpeed, in float32; with the releases that are there."""
+    from benchmarks.first_gpu.lifted import lift_checks
+
+    lifted = lift_checks()
+    import ds_hetero
+    from ds_hetero.frameworks.deepspeed.small_job import train_one_step
+    from ds_hetero.frameworks.transformers.model.facts import VOCAB_SIZE, small_llama
+    from ds_hetero.values.baselines import ulysses
+
+    context.join()
+    length, heads = 48 * context.ranks, 2 * context.ranks
+    ids = torch.randint(0, VOCAB_SIZE, (1, length), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    alone = small_llama(heads, heads, length).to(context.device)
+    loss = alone(**{name: entry.to(context.device) for name, entry in batch.items()}).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(alone.parameters(), _CLIP)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": _CLIP,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "heterogeneity": {
+            "schedule": ulysses(context.ranks, heads, heads).to_dict(),
+            "zero_partition": [3.0, *[1.0] * (context.ranks - 1)],
+        },
+    }
+    model = small_llama(heads, heads, length)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    began = time.monotonic()
+    step = train_one_step(ds_hetero.register(), model, optimizer, batch, config)
+    row: Row = {"loss_difference": abs(step.loss - loss.item()), "step_s": time.monotonic() - began}
+    expected = {name: (p - p.grad).detach().float().cpu() for name, p in alone.named_parameters() if p.grad is not None}
+    row["weight_difference"] = max(float((step.parameters[name] - expected[name]).abs().max()) for name in expected)
+    row["right"] = max(row["loss_difference"], row["weight_difference"]) <= RIGHT
+    context.report(row | {"lifted": lifted})
+
+
+# --- process groups
+
+
+def memory_of_groups(context: Context) -> None:
+    """Bytes that each communicator takes when it is made, used, and connected pair by pair."""
+    context.join()
+    dist.barrier()
+    memory = MemoryOfDevice(context)
+    large = torch.zeros(2**24, dtype=torch.uint8, device=context.device)
+    memory.after(0, "a tensor, which does not count", lambda: large.add_(1))
+    for number in (1, 2, 3):
+        group = memory.after(number, "made", dist.new_group)
+        memory.after(number, "first all_reduce", partial(dist.all_reduce, large, group=group))
+        for sender in range(context.ranks):
+            to_next = partial(_message_on, context, group, large, sender)
+            memory.after(number, f"first message from rank {sender}", to_next)
+        memory.after(number, "first all_to_all", partial(_all_to_all, large, group))
+
+
+def _message_on(context: Context, group: Any, tensor: torch.Tensor, sender: int) -> None:
+    receiver = (sender + 1) % context.ranks
+    if context.rank == sender:
+        operations = [dist.P2POp(dist.isend, tensor, receiver, group)]
+    elif context.rank == receiver:
+        operations = [dist.P2POp(dist.irecv, tensor, sender, group)]
+    else:
+        return
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _all_to_all(tensor: torch.Tensor, group: Any) -> None:
+    dist.all_to_all_single(torch.empty_like(tensor), tensor, group=group)
+
+
+def unequal_collectives(context: Context) -> None:
+    """Rates of gathers and reduces of equal parts, as one call and as a list, and of unequal parts as a list."""
+    from ds_hetero.runtime.backends import gathers_unequal_parts
+
+    context.join()
+    dist.barrier()
+    ranks = context.ranks
+    for mebibytes in context.choose((16, 256), (1,)):
+        total = mebibytes * 2**20 // 2 // (4 * ranks) * 4 * ranks
+        equal = [total // ranks] * ranks
+        unequal = [total - total // 4 // (ranks - 1) * (ranks - 1), *[total // 4 // (ranks - 1)] * (ranks - 1)]
+        times = {
+            "one call": _gather(context, equal, is_list=False),
+            "list of equal parts": _gather(context, equal, is_list=True),
+        }
+        if gathers_unequal_parts():
+            times["list of unequal parts"] = _gather(context, unequal, is_list=True)
+        else:
+            times["broadcasts of unequal parts"] = _broadcast(context, unequal)
+        _report_times(context, "gather", mebibytes, times)
+        times = {
+            "one call": _reduce(context, equal, is_list=False),
+            "list of equal parts": _reduce(context, equal, is_list=True),
+            "list of unequal parts": _reduce(context, unequal, is_list=True),
+        }
+        _report_times(context, "reduce", mebibytes, times)
+
+
+def _report_times(context: Context, kind: str, mebibytes: int, times: dict[str, float]) -> None:
+    if context.rank:
+        return
+    one_call_s = times["one call"]
+    for how, seconds in times.items():
+        row: Row = {"collective": kind, "how": how, "mebibytes": mebibytes, "ms": 1e3 * seconds}
+        context.report(row | {"gb_per_s": mebibytes * 2**20 / seconds / 1e9, "of_one_call": seconds / one_call_s})
+
+
+def _buffer(context: Context, sizes: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    flat = torch.zeros(sum(sizes), dtype=torch.bfloat16, device=context.device)
+    return flat, list(flat.split(sizes))
+
+
+def _gather(context: Context, sizes: list[int], is_list: bool) -> float:
+    flat, parts = _buffer(context, sizes)
+    own = parts[context.rank].clone()
+
+    def call() -> None:
+        if is_list:
+            dist.all_gather(parts, own)
+        else:
+            dist.all_gather_into_tensor(flat, own)
+
+    return _timed_together(context, call)
+
+
+def _broadcast(context: Context, sizes: list[int]) -> float:
+    _, parts = _buffer(context, sizes)
+
+    def call() -> None:
+        works = [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(parts)]
+        for work in works:
+            work.wait()
+
+    return _timed_together(context, call)
+
+
+def _reduce(context: Context, sizes: list[int], is_list: bool) -> float:
+    flat, parts = _buffer(context, sizes)
+    own = parts[context.rank].clone()
+
+    def call() -> None:
+        if is_list:
+            dist.reduce_scatter(own, parts)
+        else:
+            dist.reduce_scatter_tensor(own, flat)
+
+    return _timed_together(context, call)
+
+
+def _timed_together(context: Context, call: Callable[[], None]) -> float:
+    dist.barrier()
+    return median_s(context.device, call, *context.choose((5, 2), (1, 1)))
+
+
+# --- the self-test, and a rank that dies
+
+
+def selftest(context: Context) -> None:
+    """``ds-hetero selftest --quick`` on these ranks; a row for each of its lines."""
+    import json
+
+    from benchmarks.first_gpu.lifted import lift_checks
+    from ds_hetero.cli import main
+
+    lift_checks()
+    file = context.folder / "selftest.json"
+    code: object
+    try:
+        code = main(["selftest", "--quick", "--json", str(file)])
+    except SystemExit as exit_:
+        code = exit_.code
+    if context.rank == 0:
+        said = json.loads(file.read_text())
+        for line in said["lines"]:
+            context.report({key: line[key] for key in ("name", "status", "detail")})
+    if code:
+        raise RuntimeError(f"the self-test ends with exit code {code}")
+
+
+def lost_rank(context: Context) -> None:
+    """Rank 1 is killed; the others wait for it in a number that they read, which nobody of NCCL's ever gives them.
+
+    When each rank ended stands in the entry of the part.
+    """
+    from ds_hetero.runtime.collectives import messages_group
+
+    context.join()
+    messages_group()  # starts the watch over the other ranks
+    number = torch.ones(1, device=context.device)
+    for _ in range(3):
+        dist.all_reduce(number)
+        number.fill_(number.item() / context.ranks)
+    context.report({"step": "all ranks have met"})
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(number)
+    number.item()
+    context.report({"step": "no rank was missed"})
+
+
+SECTION = Section(
+    name="two_ranks",
+    budget_s=120,
+    decides="whether pipelines run over NCCL, what groups cost, and whether a lost rank is seen",
+    parts=(
+        Part(name="pipeline", run=pipeline, ranks=2, limit_s=25, strict=True),
+        Part(name="tied pipeline", run=tied_pipeline, ranks=2, limit_s=25, strict=True),
+        Part(
+            name="pipeline as before",
+            run=pipeline_unconnected,
+            ranks=2,
+            limit_s=20,
+            rehearsed_limit_s=5,
+            outcomes=("done", "timed out"),
+            strict=True,
+            rehearsed_env=_WAITS_FOR_EVER,
+        ),
+        Part(name="posted receive", run=posted_receive, ranks=2, limit_s=20, strict=True),
+        Part(name="attention", run=attention, ranks=2, limit_s=25, strict=True),
+        Part(name="ZeRO-3", run=zero_3, ranks=2, limit_s=40),
+        Part(
+            name="memory of groups",
+            run=memory_of_groups,
+            ranks=2,
+            limit_s=25,
+            unrehearsed="memory of the device: that of the process stands for it",
+        ),
+        Part(
+            name="unequal collectives",
+            run=unequal_collectives,
+            ranks=2,
+            limit_s=25,
+            unrehearsed="gathers of unequal parts: gloo has none",
+        ),
+        Part(
+            name="lost rank",
+            run=lost_rank,
+            ranks=2,
+            limit_s=35,
+            grace_s=30,
+            outcomes=("failed",),
+            strict=True,
+            rehearsed_env=_WAITS_FOR_EVER,
+        ),
+        Part(name="self-test", run=selftest, ranks=2, limit_s=60),
+    ),
+)

@@ -1,0 +1,192 @@
+"""The last page of the first GPU run: what rows of a run on a GPU say of each default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.first_gpu.findings import CONFIRMS, CONTRADICTS, NOT_MEASURED, REHEARSED, Measured, judged
+from benchmarks.first_gpu.judgements import FINDINGS
+from benchmarks.first_gpu.page import as_page
+
+Entry = dict[str, Any]
+
+
+def _entry(section: str, part: str, *rows: Entry, outcome: str = "done", **more: Any) -> Entry:
+    return {"section": section, "part": part, "ranks": 1, "outcome": outcome, "rows": list(rows), **more}
+
+
+def _result(*entries: Entry, rehearsal: bool = False) -> dict[str, Any]:
+    return {
+        "command": "planted",
+        "started": "2026-11-28T00:00:00+0000",
+        "seconds": 1.0,
+        "rehearsal": rehearsal,
+        "parts": list(entries),
+    }
+
+
+def _verdict(name: str, *entries: Entry) -> tuple[str, str]:
+    by_name = {each["name"]: each for each in judged(Measured(_result(*entries)), FINDINGS)}
+    return by_name[name]["verdict"], by_name[name]["figure"]
+
+
+RIGHT = {"right": True, "weight_difference": 1e-7}
+PIPELINE = _entry("two_ranks", "pipeline", RIGHT)
+BEGINS = {"step": "begins"}
+STEP = {"job": "1B", "way": "torch", "step_s": 2.0, "predicted_s": 1.9}
+KEPT = STEP | {"way": "cudnn, attention kept"}
+
+
+def _posted(waited_s: float) -> Entry:
+    row = {"blocks": waited_s > 2.0, "waited_s": waited_s, "late_s": 4.0}
+    return _entry("two_ranks", "posted receive", row)
+
+
+def _backend(seen: str) -> Entry:
+    row = {"right": seen == "nccl", "given": None, "package_sees": seen}
+    return _entry("environment", "backend names", row)
+
+
+def _rate(ratio: float) -> Entry:
+    return _entry("cudnn", "rates", {"case": "causal", "cudnn_of_chosen": ratio})
+
+
+def _timed(default: float, other: float) -> Entry:
+    row = {"kernel": "dkv", "head_dim": 128, "mask": "full"}
+    rows = [row | {"default": True, "tflops": default, "config": "today's"}]
+    rows += [row | {"default": False, "tflops": other, "config": "other"}]
+    return _entry("triton", "block sizes", *rows)
+
+
+def _hidden(share: float) -> Entry:
+    row = {"kernel": "torch", "megabytes": 64, "priority": "default", "sm_margin": 0, "hidden_share": share}
+    return _entry("overlap", "messages beside attention", row)
+
+
+def _lost(rank_0_s: float, why: str) -> Entry:
+    ended_s = {"0": rank_0_s, "1": 1.0}
+    return _entry("two_ranks", "lost rank", BEGINS, outcome="failed", ended_s=ended_s, why=why)
+
+
+def _groups(mib: float) -> Entry:
+    rows = [{"group": 1, "step": step, "mib_per_rank": mib / 2} for step in ("made", "first all_reduce")]
+    return _entry("two_ranks", "memory of groups", *rows)
+
+
+def _merges(ratio: float) -> Entry:
+    row = {"tokens": 8192, "package_ms": 1.0, "fused_ms": ratio, "package_of_fused": ratio}
+    return _entry("ring", "merges", row)
+
+
+def _packing(ratio: float) -> Entry:
+    rates = {"package_gather_of_copy": 0.5, "int64_gather_of_copy": 0.5 / ratio, "package_of_int64": ratio}
+    return _entry("ring", "packing", {"heads": "16:16", "head_dim": 128, "contiguous_ms": 1.0, **rates})
+
+
+def _unequal(ratio: float) -> Entry:
+    row = {"collective": "gather", "how": "list of unequal parts", "mebibytes": 256, "of_one_call": ratio}
+    return _entry("two_ranks", "unequal collectives", row)
+
+
+def _first_use(some: str) -> tuple[Entry, Entry]:
+    by_some = _entry("more_ranks", "used by some first", BEGINS, outcome=some)
+    return by_some, _entry("more_ranks", "used by all first", BEGINS)
+
+
+def _selftest(status: str) -> Entry:
+    return _entry("two_ranks", "self-test", {"name": "ring", "status": status})
+
+
+CASES = [
+    ("B1 first messages", [PIPELINE, _entry("two_ranks", "pipeline as before", BEGINS, outcome="timed out")], True),
+    ("B1 first messages", [PIPELINE, _entry("two_ranks", "pipeline as before", RIGHT)], False),
+    ("B1 first messages", [_entry("two_ranks", "pipeline", BEGINS, outcome="timed out")], False),
+    ("B2 tied embeddings", [_entry("two_ranks", "tied pipeline", RIGHT)], True),
+    ("B2 tied embeddings", [_entry("two_ranks", "tied pipeline", BEGINS, outcome="timed out")], False),
+    (
+        "B3 posted receives",
+        [_entry("two_ranks", "posted receive", {"blocks": True, "waited_s": 4.0, "late_s": 4})],
+        True,
+    ),
+    (
+        "B3 posted receives",
+        [_entry("two_ranks", "posted receive", {"blocks": False, "waited_s": 0.0, "late_s": 4})],
+        False,
+    ),
+    ("B4 first use of a group", _first_use("timed out"), True),
+    ("B4 first use of a group", _first_use("done"), False),
+    (
+        "B5 names of backends",
+        [_entry("environment", "backend names", {"right": True, "given": None, "package_sees": "nccl"})],
+        True,
+    ),
+    (
+        "B5 names of backends",
+        [_entry("environment", "backend names", {"right": False, "given": None, "package_sees": "gloo"})],
+        False,
+    ),
+    ("B6 a lost rank", [_lost(2.0, "PeerError: rank 1 gone")], True),
+    ("B6 a lost rank", [_lost(2.0, "connection reset")], False),
+    ("B6 a lost rank", [_lost(20.0, "PeerError: rank 1 gone")], False),
+    ("B7 self-test", [_selftest("pass")], True),
+    ("B7 self-test", [_selftest("fail")], False),
+    ("kernel choice", [_rate(0.9)], True),
+    ("kernel choice", [_rate(1.6)], False),
+    ("Triton table", [_timed(200.0, 201.0)], True),
+    ("Triton table", [_timed(111.0, 250.0)], False),
+    ("merge", [_merges(1.0)], True),
+    ("merge", [_merges(0.5)], False),
+    ("packing", [_packing(1.0)], True),
+    ("packing", [_packing(0.5)], False),
+    ("overlap", [_hidden(0.98)], True),
+    ("overlap", [_hidden(0.1)], False),
+    ("memory of communicators", [_groups(100.0)], True),
+    ("memory of communicators", [_groups(600.0)], False),
+    ("unequal collectives", [_unequal(1.0)], True),
+    ("unequal collectives", [_unequal(1.5)], False),
+    ("steps' predictions", [_entry("steps", "1B at 32K", STEP)], True),
+    ("steps' predictions", [_entry("steps", "1B at 32K", STEP | {"predicted_s": 1.0})], False),
+    ("recomputed attention", [_entry("steps", "1B at 32K", STEP, STEP | {"way": "cudnn, attention kept"})], True),
+    (
+        "recomputed attention",
+        [_entry("steps", "1B at 32K", STEP, STEP | {"way": "cudnn, attention kept", "step_s": 1.5})],
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "entries", "holds"), CASES, ids=[f"{name}-{holds}" for name, _, holds in CASES])
+def test_figures_confirm_or_contradict_a_default(name: str, entries: list[Entry], holds: bool) -> None:
+    verdict, figure = _verdict(name, *entries)
+    assert verdict == (CONFIRMS if holds else CONTRADICTS)
+    assert figure
+
+
+def test_architectures_are_judged_by_what_torch_was_built_for() -> None:
+    row = {"capability": 90, "arch_list": ["sm_90"], "native_bf16": True}
+    for in_list, wanted in ((True, CONFIRMS), (False, CONTRADICTS)):
+        entry = _entry("environment", "software and device", row | {"in_arch_list": in_list})
+        assert _verdict("B8 fp16 and architectures", entry)[0] == wanted
+
+
+def test_what_was_not_measured_is_called_so() -> None:
+    findings = judged(Measured(_result()), FINDINGS)
+    assert {each["verdict"] for each in findings} == {NOT_MEASURED}
+    assert {each["name"] for each in findings} >= {name for name, _, _ in CASES}
+
+
+def test_a_rehearsal_confirms_nothing() -> None:
+    entries = [entry for _, of_case, _ in CASES for entry in of_case]
+    verdicts = {each["verdict"] for each in judged(Measured(_result(*entries, rehearsal=True)), FINDINGS)}
+    assert verdicts <= {REHEARSED, NOT_MEASURED}
+
+
+def test_the_page_has_every_finding_and_every_part() -> None:
+    result = _result(_rate(1.6))
+    result["findings"] = judged(Measured(result), FINDINGS)
+    page = as_page(result)
+    assert all(f"| {finding.name} |" in page for finding in FINDINGS)
+    assert "| cudnn | rates | 1 | done |" in page
+    assert "cuDNN has 1.60 to 1.60 of the chosen kernel's rate" in page
