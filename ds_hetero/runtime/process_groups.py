@@ -88,6 +88,10 @@ class ProcessGroups:
                     dist.all_reduce(torch.zeros(1, device=message_device(group)), group=group)
         return self._made[key]
 
+    def made(self) -> list[tuple[tuple[int, ...], str, ProcessGroup]]:
+        """Ranks, purpose and group of all that were made, in the order in which every rank made them."""
+        return [(ranks, purpose, group) for (ranks, purpose), group in self._made.items()]
+
     def connections_of(self, group: ProcessGroup) -> Connections:
         """The connections of ``group``, which may be one that was made elsewhere; on every rank of it the same."""
         return self._connections.setdefault(group, Connections(group))

@@ -12,7 +12,9 @@ from ds_hetero.runtime.attention.batch_layout import batch_layout
 from ds_hetero.runtime.attention.reference import dense_attention
 from ds_hetero.runtime.documents import Documents, rows_of
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.values.placement import stream_placement
+from ds_hetero.values.placement import Placement, stream_placement
+
+_ROWS_OF_SCORES = 1024  # of scores in memory: of 4 heads and 8,256 keys 0.27 GB in float64, beside some copies
 
 # Of the largest entry. Sums in another order, and for 16-bit types a few roundings of inputs, outputs and gradients.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 3e-2}
@@ -29,13 +31,18 @@ class Case:
     with_sinks: bool = False  # a sink for every head
 
 
-def largest_error(case: Case, replica: Replica, length: int, device: torch.device) -> float:
+def largest_error(
+    case: Case, replica: Replica, length: int, device: torch.device, placement: Placement | None = None
+) -> float:
     """Error of this rank's part of output and gradients, relative to the largest entry of each.
+
+    Args:
+        placement: of the batch, whose spans are the case's documents; None to cut it by its length.
 
     Caller: every rank of the replica.
     Collectives: those of `attention`, forward and backward.
     """
-    placement = stream_placement(replica.schedule, length)
+    placement = stream_placement(replica.schedule, length) if placement is None else placement
     documents = case.documents or ((0, length),)
     layout = batch_layout(placement, rows_of([documents]))
     whole, sinks = _tensors(case, replica, length, device)
@@ -72,7 +79,7 @@ def _tensors(
 def _expected(
     case: Case, documents: Documents, whole: tuple[Tensor, Tensor, Tensor, Tensor], sinks: Tensor | None
 ) -> list[Tensor]:
-    """Output, dq, dk and dv of the whole sequence in float64."""
+    """Output, dq, dk and dv of the whole sequence in float64, some rows of scores at a time."""
     q, k, v = (x.double().requires_grad_() for x in whole[:3])
     number = torch.empty(q.shape[2], dtype=torch.long, device=q.device)
     for index, (start, stop) in enumerate(documents):
@@ -84,5 +91,12 @@ def _expected(
     if case.spec.window is not None:
         visible &= at[None, :] > at[:, None] - case.spec.window
     wide_sinks = None if sinks is None else sinks.double()
-    out = dense_attention(q, k, v, visible, softcap=case.spec.softcap, sinks_H=wide_sinks)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), whole[3].double())]
+    parts = []
+    for rows in torch.split(torch.arange(q.shape[2], device=q.device), _ROWS_OF_SCORES):
+        out = dense_attention(
+            q.index_select(2, rows), k, v, visible[rows], softcap=case.spec.softcap, sinks_H=wide_sinks
+        )
+        torch.autograd.backward(out, whole[3].double().index_select(2, rows))
+        parts.append(out.detach())
+    gradients = [x.grad for x in (q, k, v) if x.grad is not None]
+    return [torch.cat(parts, dim=2), *gradients]

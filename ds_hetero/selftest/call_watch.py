@@ -44,13 +44,14 @@ class CallWatch:
 
     Args:
         meeting: a connection to the store that nobody else waits on.
+        limit_s: seconds that a call may take, if it is not given some times as many.
         report: writes the report of a failure: what failed, and a line for where each rank stands.
     """
 
     def __init__(
         self, meeting: Meeting, device: torch.device, limit_s: float, report: Callable[[Failure, Sequence[str]], None]
     ) -> None:
-        self._meeting, self._device, self._limit_s, self._report = meeting, device, limit_s, report
+        self._meeting, self._device, self.limit_s, self._report = meeting, device, limit_s, report
         self._number = 0
         self._call: _Call | None = None
         self._ending = threading.Lock()
@@ -68,7 +69,7 @@ class CallWatch:
     def call(self, name: str, times: float = 1.0) -> Iterator[None]:
         """End what runs inside in time, on the device too. ``times``: the usual limit to allow."""
         self._number += 1
-        limit_s = times * self._limit_s
+        limit_s = times * self.limit_s
         call = _Call(self._number, name, limit_s, time.monotonic() + limit_s)
         self._meeting.come_to(call.number, name)
         self._call = call

@@ -16,7 +16,7 @@ from ds_hetero.selftest.lines import Line
 from ds_hetero.selftest.session import Session
 
 
-def check_bandwidth(session: Session, described: JsonObject) -> Iterator[Line]:
+def check_rates(session: Session, described: JsonObject) -> Iterator[Line]:
     """One line per part, with what this rank measured."""
     name = catalogue_name(described["device"], int(described["memory_gib"] * GIB))
     entry = None if name is None or session.device.type == "cpu" else CATALOGUE[name]

@@ -27,8 +27,8 @@ from ds_hetero.profiler.kernel_probe import profile_ranks
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_dtype
 from ds_hetero.selftest.lines import Line
+from ds_hetero.selftest.one_process import warnings_only
 from ds_hetero.selftest.session import Session
-from ds_hetero.selftest.training import warnings_only
 from ds_hetero.values.schedule import Schedule
 
 _TIMES = 5.0  # the limit of a call: a profile of many links, and steps of slow devices

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,39 @@ from ds_hetero.errors import ConfigError, PeerError
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.selftest.call_watch import CallWatch
 from ds_hetero.selftest.collectives import check_collectives
-from ds_hetero.selftest.device_rates import check_bandwidth
+from ds_hetero.selftest.communicators import check_communicators
+from ds_hetero.selftest.device_rates import check_rates
 from ds_hetero.selftest.exchange import check_exchange
+from ds_hetero.selftest.gradient_sync import check_gradient_sync
 from ds_hetero.selftest.kernel_checks import check_kernels
+from ds_hetero.selftest.killed_rank import check_killed_rank
 from ds_hetero.selftest.lines import Line, merge
 from ds_hetero.selftest.meeting import Failure, Meeting, meet
+from ds_hetero.selftest.pipeline_step import check_pipelines
 from ds_hetero.selftest.prediction import check_prediction
 from ds_hetero.selftest.ranks import check_ranks, describe_rank, nodes_of_ranks
 from ds_hetero.selftest.report import Report
+from ds_hetero.selftest.routed_documents import check_routed_documents
 from ds_hetero.selftest.session import Session
 from ds_hetero.selftest.training import check_training
+from ds_hetero.selftest.uneven_partitions import check_uneven_partitions
 
 _WIDTH = 150  # of tables that do not go to a terminal
 _SLOWEST = 10.0  # a check of other ranks may take so many limits of a call
+
+CHECKS: dict[str, Callable[[Session], Iterable[Line]]] = {
+    "kernels": check_kernels,
+    "collectives": check_collectives,
+    "exchange and ring": check_exchange,
+    "documents": check_routed_documents,
+    "gradient sync": check_gradient_sync,
+    "training": check_training,
+    "pipelines": check_pipelines,
+    "uneven partitions": check_uneven_partitions,
+    "communicators": check_communicators,  # over the groups that those before have made
+    "a killed rank": check_killed_rank,
+}
+"""Checks with a verdict, in their order; those after them inform."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +131,12 @@ def _run_checks(state: _Run) -> None:
         nodes=state.report.nodes,
         quick=state.options.quick,
     )
-    checks: list[tuple[str, Callable[[], Iterable[Line]]]] = [
-        ("kernels", lambda: check_kernels(session)),
-        ("collectives", lambda: check_collectives(session)),
-        ("exchange and ring", lambda: check_exchange(session)),
-        ("training", lambda: check_training(session)),
-        ("bandwidth", lambda: check_bandwidth(session, state.report.ranks[session.rank])),
-    ]
+    checks: dict[str, Callable[[], Iterable[Line]]]
+    checks = {name: partial(check, session) for name, check in CHECKS.items()}
+    checks["rates"] = partial(check_rates, session, state.report.ranks[session.rank])
     if state.options.measure:
-        checks.append(("prediction", lambda: check_prediction(session, state.report.measured)))
-    for index, (name, check) in enumerate(checks, 1):
+        checks["prediction"] = partial(check_prediction, session, state.report.measured)
+    for index, (name, check) in enumerate(checks.items(), 1):
         watch.begin_check(2 * index)
         for line in check():
             state.own_lines.append(line)

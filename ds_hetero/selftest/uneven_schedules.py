@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ds_hetero.selftest.session import Session
 from ds_hetero.values.schedule import Group, Schedule
 from ds_hetero.values.splits import share
 
@@ -20,6 +21,15 @@ def uneven_schedules(size: int) -> dict[str, Schedule]:
 def length_for(size: int) -> int:
     """Tokens of a sequence that gives every rank some, and divides by nothing."""
     return 24 * size + 7
+
+
+def long_length_for(session: Session) -> int:
+    """Tokens of a sequence that is long for its device: several blocks of every kernel a rank, unaligned.
+
+    On GPUs the whole of it is compared in float64: 8 heads of 64 at 8,259 tokens are 0.5 TFLOP, by the datasheet 2 s
+    on a T4, the slowest; never measured.
+    """
+    return max(8259 if session.is_on_gpu else 601, length_for(session.size))
 
 
 def _schedule(groups: list[tuple[int, ...]]) -> Schedule:

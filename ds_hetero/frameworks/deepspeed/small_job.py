@@ -47,6 +47,28 @@ def train_one_step(
         return StepOutcome(loss, None if norm is None else float(norm), weights)
 
 
+def train_one_pipelined_step(
+    handle: Handle, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor], ds_config: DsConfig
+) -> StepOutcome:
+    """Like `train_one_step` for pipelines; ``batch`` is that of the step, and ``parameters`` what this rank holds.
+
+    Caller: every rank of the world.
+    """
+    with _engine_for(handle, model, optimizer, ds_config) as (engine, own):
+        (of_step,) = own.dataloader([batch])
+        loss = engine(**of_step).loss
+        engine.backward(loss)
+        engine.step()
+        held = {name: _whole(parameter) for name, parameter in model.named_parameters()}
+        return StepOutcome(loss.item(), float(engine.get_global_grad_norm()), held)
+
+
+def use_torchs_groups() -> None:
+    """Let DeepSpeed's communication use the process group that torch has."""
+    with _quiet():
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
 def time_steps(
     handle: Handle,
     model: nn.Module,

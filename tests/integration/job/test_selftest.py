@@ -25,6 +25,22 @@ from tests.support import run_deepspeed
 pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
 
 CHECKS = ("ranks", "kernel torch", "uneven all_to_all", "uneven reduce_scatter", "training step, ZeRO-3")
+OF_SEVERAL = (
+    "ragged exchange",
+    "ragged exchange, bfloat16",
+    "ring",
+    "ring, bfloat16",
+    "documents with routes",
+    "gradient sync",
+    "training step, ZeRO-3 by weights, bfloat16",
+    "training step, ZeRO-3 inside nodes, bfloat16",
+    "pipeline step",
+    "pipeline step, tied embedding",
+    "uneven gather of ZeRO-3",
+    "uneven reduce of ZeRO-3",
+    "megabytes over communicators",
+    "killed rank",
+)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +61,7 @@ def test_ranks_that_work_pass(world_size: int, options: list[str], tmp_path: Pat
     assert {lines[name]["status"] for name in CHECKS} == {"pass"}
     assert {line["status"] for line in lines.values()} <= {"pass", "skip", "info"}
     if world_size > 1:
-        assert lines["ragged exchange"]["status"] == lines["ring"]["status"] == "pass"
+        assert {lines[name]["status"] for name in OF_SEVERAL} == {"pass"}
         assert ("sub-rings" in lines) == (world_size == 4)
     if not options:
         assert {f"training step, ZeRO-{stage}" for stage in range(4)} <= set(lines)
@@ -107,7 +123,7 @@ def _late_rank(rank: int) -> None:
     from ds_hetero.selftest import run
 
     if rank == 1:
-        run.check_collectives = lambda session: time.sleep(600)  # type: ignore
+        run.CHECKS["collectives"] = lambda session: time.sleep(600)  # type: ignore
 
 
 def _dead_rank(rank: int) -> None:
