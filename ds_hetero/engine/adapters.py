@@ -25,7 +25,7 @@ from ds_hetero.runtime.data.shard_info import ShardInfo
 from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.step_checks import AsLoaded, ClassLoss, ComparisonPace, TokenWeights
+from ds_hetero.runtime.step_checks import AsLoaded, ClassLoss, ComparisonPace, TokenFactors, TokenWeights
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows
 from ds_hetero.values.plans import Plan
@@ -74,6 +74,7 @@ class SplitModel(Protocol):
     placer: Placer
     checks: BatchChecks
     token_weights: TokenWeights | None
+    token_factors: TokenFactors | None
     pace: ComparisonPace
     class_loss: ClassLoss | None
     as_loaded: AsLoaded | None

@@ -62,6 +62,7 @@ class WholeModel:
     kernel: str | None = None
     latest_positions: None = None  # None, since no batch is cut
     token_weights: None = None  # None, since no loss is of a part of a batch
+    token_factors: None = None
     as_loaded: None = None  # likewise
     places_documents = takes_shards = waits_in_forward = False
 

@@ -15,6 +15,7 @@ from ds_hetero.runtime.step_checks import (
     ClassLoss,
     SameSwitches,
     StepCheck,
+    TokenFactors,
     TokenWeights,
     same_gradients,
     same_parameters,
@@ -30,8 +31,9 @@ def checks_of_model(hooked: SplitEngine) -> list[StepCheck]:
     compare_gathered_modules(engine)
     if not isinstance(model, WholeModel):
         model.token_weights = TokenWeights(model, engine.gradient_accumulation_steps(), scales=engine.fp16_enabled())
+        model.token_factors = TokenFactors(model, engine.gradient_accumulation_steps())
         model.as_loaded = AsLoaded(model)
-        checks += [model.as_loaded, model.token_weights, model.pace]
+        checks += [model.as_loaded, model.token_weights, model.token_factors, model.pace]
         if name := model.class_with_own_forward:
             model.class_loss = ClassLoss(name)
             checks.append(model.class_loss)

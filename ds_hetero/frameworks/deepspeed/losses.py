@@ -75,6 +75,9 @@ class LossScaling:
         weights = self._model.token_weights
         if weights is not None:
             weights.note_backward(loss, divisor, is_scaled=is_scaled(loss))
+        factors = self._model.token_factors
+        if factors is not None and not is_scaled(loss):
+            factors.note_backward(loss)
         if isinstance(self._model, WholeModel):
             loss = self._by_unit(self._model, loss, divisor, micro_step)
         elif not is_scaled(loss):

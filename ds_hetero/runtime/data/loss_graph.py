@@ -27,7 +27,7 @@ from torch.autograd.graph import Node
 
 # Nodes by name; torch.autograd's derivatives.yaml says what they save.
 _SUMS = frozenset({"AddBackward0", "SubBackward0", "AddBackward1", "SubBackward1", "RsubBackward1", "RsubBackward0"})
-_SAME_VALUES = frozenset(
+SAME_VALUES = frozenset(
     {
         "AliasBackward0",
         "AsStridedBackward0",
@@ -48,7 +48,7 @@ _SAME_VALUES = frozenset(
         "ViewBackward0",
     }
 )
-_MEANS_OF_ELEMENTS = frozenset(  # with a ``reduction``: 0 none, 1 mean, 2 sum (aten/src/ATen/core/Reduction.h)
+MEANS_OF_ELEMENTS = frozenset(  # with a ``reduction``: 0 none, 1 mean, 2 sum (aten/src/ATen/core/Reduction.h)
     {
         "MseLossBackward0",
         "SmoothL1LossBackward0",
@@ -60,11 +60,11 @@ _MEANS_OF_ELEMENTS = frozenset(  # with a ``reduction``: 0 none, 1 mean, 2 sum (
     }
 )
 _MEANS_OF_ROWS = frozenset({"MultiMarginLossBackward0", "MultilabelMarginLossBackward0"})
-_LIKELIHOODS = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+LIKELIHOODS = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 _CHOICES = frozenset({"IndexBackward0", "MaskedSelectBackward0", "IndexSelectBackward0"})
 _OF_PARAMETERS = (  # elementwise, of shape, or products; every tensor that they take is seen as a following node
     _SUMS
-    | _SAME_VALUES
+    | SAME_VALUES
     | frozenset(
         {
             "AbsBackward0",
@@ -245,7 +245,7 @@ def _visit(
 ) -> Iterator[tuple[Node, _Way]]:
     """The nodes below one whose result is a scalar; a reduction is added to ``read``."""
     name = node.name()
-    if name in _SUMS or name in _SAME_VALUES or is_identity(node):
+    if name in _SUMS or name in SAME_VALUES or is_identity(node):
         yield from ((below, way.through(node)) for below in _below(node))
     elif name in ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"):
         if (common := _common(node)) is not None:
@@ -346,7 +346,7 @@ def _vector_of_scalars(node: Node) -> list[Node] | None:
     if node.name() not in ("SumBackward0", "MeanBackward0", "SumBackward1"):
         return None
     below = node.next_functions[0][0]
-    while below is not None and below.name() in ("MulBackward0", "DivBackward0", *_SAME_VALUES):
+    while below is not None and below.name() in ("MulBackward0", "DivBackward0", *SAME_VALUES):
         following = _below(below)
         if len(following) != 1:
             return None
@@ -430,11 +430,11 @@ def _reduction(node: Node, read: LossTerms, rows: int) -> Term:
     name = node.name()
     if name == RATIO:
         return Term(path="", kind="mean", count=float(saved.unit))
-    if name in _LIKELIHOODS and saved._saved_reduction in (1, 2):
+    if name in LIKELIHOODS and saved._saved_reduction in (1, 2):
         if saved._saved_reduction == 1:
             return Term(path="", kind="mean", count=_total_weight(saved))
         return Term(path="", kind="sum", is_empty=float(saved._saved_total_weight) == 0)
-    if name in _MEANS_OF_ELEMENTS and saved._saved_reduction in (1, 2):
+    if name in MEANS_OF_ELEMENTS and saved._saved_reduction in (1, 2):
         sizes = tuple(saved._saved_self.shape)
         if saved._saved_reduction == 1:
             return _of_elements(node, math.prod(sizes), sizes, rows)
@@ -512,7 +512,7 @@ def _linear(node: Node, read: LossTerms, rows: int) -> Term:
                 way = way.divided(one, value)
             else:
                 way = way.through(one, value)
-        elif name not in _SAME_VALUES and not is_identity(one):
+        elif name not in SAME_VALUES and not is_identity(one):
             break
         read.linear.add(one)
         top = one

@@ -7,6 +7,7 @@ as_loaded   places and labels that a forward is given are those of the loader
 same_switches   what of the model is trained and how it runs is the same on every rank
 same_values   parameters, buffers and averaged gradients are the same on every rank
 token_weights   the weight of each label in the gradient of the loss
+token_factors   the factor of each rank's sums over tokens in the loss
 class_loss   the loss that a model's class computes itself, beside the cross entropy of its logits
 """
 
@@ -23,6 +24,7 @@ from ds_hetero.runtime.step_checks.same_values import (
     same_parameters,
     same_untrained,
 )
+from ds_hetero.runtime.step_checks.token_factors import TokenFactors
 from ds_hetero.runtime.step_checks.token_weights import TokenWeights
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "SameSwitches",
     "StepCheck",
     "StepChecks",
+    "TokenFactors",
     "TokenWeights",
     "Undecided",
     "Verdict",

@@ -9,8 +9,8 @@ hook on the logits sees the gradient that reaches them, after all scaling. Of to
 
 so that w_t = <g_t, p_t - y_t> / |p_t - y_t|^2, and what is left, |g_t - w_t (p_t - y_t)| / |g_t|, says whether the loss
 is of this kind. If it is, the w_t of all ranks of a replica have to be equal. A loss that weighs its tokens itself, by
-class or by position, shows unequal w_t inside a rank; of that one, and of one that is not token cross entropy, only the
-values on the ranks are compared.
+class or by position, shows unequal w_t inside a rank; of that one, and of one that is not token cross entropy, the
+values on the ranks are compared here, and its sums by `ds_hetero.runtime.step_checks.token_factors`.
 
 All numbers stay on the device until the one exchange of the step.
 
@@ -387,7 +387,7 @@ class TokenWeights:
 _BY_RANK = "the loss given to backward weighs labels by rank"
 _BY_TOKEN = (
     "the loss given to backward weighs tokens unlike each other, as losses with weights by class or by position do: "
-    "that it is divided by the same on all ranks cannot be checked beyond its value"
+    "that it is divided by the same on all ranks is checked by its value and by the sums in it alone"
 )
 _DIVIDED = (
     "the loss given to backward is the mean over the batch's labels, divided by {}, which is the number of ranks. "
@@ -396,7 +396,7 @@ _DIVIDED = (
 )
 _OF_ANOTHER_KIND = (
     "the loss given to backward is not the cross entropy of single tokens, or more than that: that it weighs tokens of "
-    "all ranks alike cannot be checked beyond its value"
+    "all ranks alike is checked by its value and by the sums in it alone"
 )
 _REMEDY = (
     "Use engine(**batch).loss or handle.loss; give terms of your own to handle.mean(per_token, batch); or say what the "

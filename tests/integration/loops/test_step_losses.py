@@ -88,8 +88,69 @@ def _by_class(step: int, outputs: Any, batch: Any, handle: Any, memory: Any) -> 
 
 
 def _smoothed(step: int, outputs: Any, batch: Any, handle: Any, memory: Any) -> Tensor:
+    squares = outputs.logits[batch["shift_labels"].ne(-100)].square()
+    local = _ce(outputs.logits, batch["shift_labels"], label_smoothing=0.1) + squares.mean()
+    return mean_over_group(local, batch["shift_labels"], handle.replica.sp_group)
+
+
+def _penalty_over_all_tokens(step: int, outputs: Any, batch: Any, handle: Any, memory: Any) -> Tensor:
     local = _ce(outputs.logits, batch["shift_labels"], label_smoothing=0.1) + outputs.logits.square().mean()
     return mean_over_group(local, batch["shift_labels"], handle.replica.sp_group)
+
+
+def _averaged(**options: Any) -> Callable[..., Tensor]:
+    """The average of the ranks' means of a loss that is not plain cross entropy."""
+
+    def loss(step: int, outputs: Any, batch: Any, handle: Any, memory: Any) -> Tensor:
+        return all_reduce(_ce(outputs.logits, batch["shift_labels"], **options)) / dist.get_world_size()
+
+    return loss
+
+
+def _focal(logits: Tensor, labels: Tensor) -> Tensor:
+    by_token = _ce(logits, labels, reduction="none")
+    return (by_token * (1 - (-by_token).exp()).square()).sum()
+
+
+def _averaged_focal(step: int, outputs: Any, batch: Any, handle: Any, memory: Any) -> Tensor:
+    mean = _focal(outputs.logits, batch["shift_labels"]) / batch["shift_labels"].ne(-100).sum()
+    return all_reduce(mean) / dist.get_world_size()
+
+
+def _focal_by_recipe(step: int, outputs: Any, batch: Any, handle: Any, memory: Any) -> Tensor:
+    count = batch["shift_labels"].ne(-100).sum()
+    dist.all_reduce(count)
+    return all_reduce(_focal(outputs.logits, batch["shift_labels"])) / count
+
+
+def _of_few(combine: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A quarter of a loss of batches of which rank 0 has no label."""
+
+    def loss(step: int, outputs: Any, batch: Any, handle: Any, memory: Any) -> Tensor:
+        labels = batch["shift_labels"].clone()
+        if dist.get_rank() == 0:
+            labels[:] = -100
+        return 0.25 * combine(_ce(outputs.logits, labels, reduction="sum"), labels.ne(-100).sum().float())
+
+    return loss
+
+
+def _mean_of_few(total: Tensor, count: Tensor) -> Tensor:
+    dist.all_reduce(count)
+    return all_reduce(total) / count
+
+
+def _mean_of_means_of_few(total: Tensor, count: Tensor) -> Tensor:
+    return all_reduce(total / count.clamp(min=1)) / dist.get_world_size()
+
+
+def _by_sequence(step: int, outputs: Any, batch: Any, handle: Any, memory: Any) -> Tensor:
+    """The mean over sequences of the mean over the labels of each, as of a loss by sample."""
+    labels = batch["shift_labels"]
+    by_token = _ce(outputs.logits, labels, reduction="none").view(labels.shape)
+    counts = labels.ne(-100).sum(1)
+    dist.all_reduce(counts)
+    return (all_reduce(by_token.sum(1)) / counts).mean()
 
 
 WRONG = {
@@ -108,6 +169,21 @@ WRONG = {
         "is something else",
         declared="local_mean",
     ),
+    "average of means weighted by class": Case(
+        _averaged(weight=torch.linspace(0.5, 2, 64)), 0, "weighs the sums of ranks"
+    ),
+    "average of means with smoothing": Case(_averaged(label_smoothing=0.5), 0, "weighs the sums of ranks"),
+    "average of focal means": Case(_averaged_focal, 0, "weighs the sums of ranks"),
+    "mean of weights declared as one of labels": Case(
+        lambda step, outputs, batch, *rest: _ce(
+            outputs.logits, batch["shift_labels"], weight=torch.linspace(0.5, 2, 64)
+        ),
+        0,
+        "weighs the sums of ranks",
+        declared="local_mean",
+    ),
+    "penalty over tokens without labels": Case(_penalty_over_all_tokens, 0, "weighs the sums of ranks"),
+    "average of means of which one is empty": Case(_of_few(_mean_of_means_of_few), 0, "weighs the sums of ranks"),
     "in the second micro-batch": Case(_later(_mean_of_means), 1, "weighs labels by rank", accumulation=2),
 }
 RIGHT = {
@@ -125,6 +201,9 @@ RIGHT = {
         None,
     ),
     "by class": Case(_by_class, None, warns="weighs tokens unlike each other"),
+    "focal": Case(_focal_by_recipe, None, warns="weighs tokens unlike each other"),
+    "by sequence": Case(_by_sequence, None),
+    "a quarter, of which one rank has nothing": Case(_of_few(_mean_of_few), None),
     "smoothed, with a penalty": Case(_smoothed, None, warns="is not the cross entropy of single tokens"),
 }
 

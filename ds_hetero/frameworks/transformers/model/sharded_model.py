@@ -50,7 +50,7 @@ from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_i
 from ds_hetero.runtime.data.shards import PACKING, Entries, is_shard
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.step_checks import AsLoaded, ClassLoss, ComparisonPace, TokenWeights
+from ds_hetero.runtime.step_checks import AsLoaded, ClassLoss, ComparisonPace, TokenFactors, TokenWeights
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
@@ -77,6 +77,7 @@ class ShardedModel:
         places_documents: batches may be placed by their documents, and not by their length alone.
         asked_for_documents: the section has them placed, so that rows are joined and the loader reads ahead.
         token_weights: checks the loss of every step; None without checks.
+        token_factors: checks the losses that the script computes; None without checks.
         pace: when a piece of a batch is compared again.
         num_comparisons: pieces of batches that were compared, whole and sharded; the same on every rank.
         class_loss: checks the loss that the model's class computes itself; None for transformers' classes, and without
@@ -94,6 +95,7 @@ class ShardedModel:
         self.loss_convention: str | None = None
         self.latest_positions: Tensor | None = None
         self.token_weights: TokenWeights | None = None
+        self.token_factors: TokenFactors | None = None
         self.pace = ComparisonPace("first_batch")
         self.class_loss: ClassLoss | None = None
         self.as_loaded: AsLoaded | None = None
@@ -377,15 +379,15 @@ class ShardedModel:
             keeps_tiles: compute in tiles, as outside; else in one piece.
         """
         kept = self.clock, self._observers, self.latest_positions
-        checks = self.token_weights, self.class_loss, self.as_loaded
+        checks = self.token_weights, self.token_factors, self.class_loss, self.as_loaded
         tiles, self._entrance.tiles = self._entrance.tiles, self._entrance.tiles if keeps_tiles else None
         self.clock, self._observers = StepClock(default_device()), ()
-        self.token_weights = self.class_loss = self.as_loaded = None
+        self.token_weights = self.token_factors = self.class_loss = self.as_loaded = None
         try:
             yield
         finally:
             self.clock, self._observers, self.latest_positions = kept
-            self.token_weights, self.class_loss, self.as_loaded = checks
+            self.token_weights, self.token_factors, self.class_loss, self.as_loaded = checks
             self._entrance.tiles = tiles
 
     def record_batches(self, observers: Sequence[Callable[[BatchLayout], None]]) -> None:

@@ -1,0 +1,288 @@
+"""Check of the losses that scripts compute: the factor of each rank's sums over tokens in what trains.
+
+One process adds something up over all tokens of a batch and divides by one number: weights of classes, smoothing, a
+focal factor, a penalty on logits are inside the sum. On parts of sequences each rank has a sum S_r over its own tokens,
+and whatever the loss makes of them, its gradient has to have one factor dL/dS_r on all ranks of a replica. An average
+of the ranks' weighted means has another one on each:
+
+    loss                                         dL/dS_r
+    (S_0 + S_1) / (D_0 + D_1)                    1 / (D_0 + D_1), on both ranks
+    (S_0 / D_0 + S_1 / D_1) / 2                  1 / (2 D_0) and 1 / (2 D_1)
+
+The sums stand in the graph of the loss, where a node adds up or averages: a walk from the loss down finds them, and a
+hook on each sees the gradient that arrives, after all scaling. So nothing has to be known of what is added up. Where a
+rank has no label, the factor is still that of its sum, which tells an average of means from a loss that is divided.
+
+`ds_hetero.runtime.step_checks.token_weights` sees more of plain cross entropy: the weight of every label. All numbers
+stay on the device until the one exchange of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, prod
+from typing import Any, NamedTuple, Protocol
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.runtime.data.loss_graph import LIKELIHOODS, MEANS_OF_ELEMENTS, SAME_VALUES
+from ds_hetero.runtime.replica import Replica
+from ds_hetero.runtime.step_checks.protocol import Verdict
+
+_MOST_BACKWARDS = 8  # of a step that are looked at, spread over its accumulation
+_MOST_SUMS = 4  # of a loss; chosen, never measured: cross entropy with smoothing has 2, and terms one each
+_MOST_NODES = 256  # of a walk, which sees the operations on scalars above the sums; chosen, never measured
+_MOST_SCALARS = 64  # in a node above the sums: one a sequence or a rank; chosen, never measured
+_GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly: Weyl's sequence
+# Relative differences that rounding explains: of a few operations on scalars in fp32, and in half precision, whose
+# numbers are rounded by 2^-9 each. Counts of labels that differ by one in a thousand are told apart in fp32.
+_RTOL, _RTOL_HALF = 1e-4, 3e-2
+
+_TOTALS = frozenset({"SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"})
+_STACKS = frozenset({"StackBackward0", "CatBackward0"})
+_PRODUCTS = frozenset({"MulBackward0", "DivBackward0"})
+
+
+class _Factor(NamedTuple):
+    """Numbers of one rank about one sum."""
+
+    path: float  # checksum of the names of the nodes from the loss to the sum; 0 where there is none
+    factor: float  # NaN where no gradient arrived
+
+
+@dataclass
+class _Sum:
+    """A sum in the graph of a loss, on its device."""
+
+    path: int
+    share: Tensor | float  # of its tokens' values in it: one over the count of a mean, factors inside of a sum
+    gradient: Tensor | None = None  # [] that has arrived; of a vector a combination of all
+
+
+@dataclass
+class _Step:
+    """Record of the step that runs, on this rank."""
+
+    backwards: list[list[_Sum]] = field(default_factory=list)
+    num_backwards: int = 0
+    is_half: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+class OfReplica(Protocol):
+    """A model that is split over the sequence."""
+
+    replica: Replica
+
+
+class TokenFactors:
+    """`ds_hetero.runtime.step_checks.protocol.StepCheck` of the sums in the losses of one split model.
+
+    Args:
+        model: whose replica may change between steps.
+        accumulation: micro-batches of an optimizer step.
+    """
+
+    def __init__(self, model: OfReplica, accumulation: int) -> None:
+        self._model = model
+        self._slots = min(accumulation, _MOST_BACKWARDS)
+        self._stride = -(-accumulation // _MOST_BACKWARDS)
+        self.width = 2 + self._slots * _MOST_SUMS * len(_Factor._fields)
+        self._step, self._number = _Step(), 0
+
+    def note_backward(self, loss: Tensor) -> None:
+        """The script gives ``loss``, which it has computed itself, to backward; waits for no device."""
+        step = self._step
+        number = step.num_backwards
+        step.num_backwards += 1
+        if len(step.backwards) >= self._slots or (number + self._number) % self._stride or loss.grad_fn is None:
+            return
+        step.device = loss.device
+        step.is_half |= loss.element_size() < 4
+        step.backwards.append([_watched(node, path) for node, path in _sums_of(loss.grad_fn)])
+
+    @torch.no_grad()
+    def numbers(self) -> Tensor:
+        """See `StepCheck`."""
+        step, self._step = self._step, _Step()
+        self._number += 1
+        start = torch.tensor([float(self._model.replica.replica_id), float(step.is_half)], dtype=torch.float64)
+        parts = [start.to(step.device)]
+        for slot in range(self._slots):
+            sums = step.backwards[slot] if slot < len(step.backwards) else []
+            parts += [_numbers_of(one, step.device) for one in sums]
+            parts += [_nothing(step.device) for _ in range(_MOST_SUMS - len(sums))]
+        return torch.cat(parts)
+
+    def verdict(self, rows: Sequence[Sequence[float]]) -> Verdict:
+        """See `StepCheck`."""
+        ranks_of: dict[float, list[int]] = {}
+        for rank, row in enumerate(rows):
+            ranks_of.setdefault(row[0], []).append(rank)
+        rtol = _RTOL_HALF if any(row[1] for row in rows) else _RTOL
+        of_ranks = [_by_sum(row[2:]) for row in rows]
+        for ranks in ranks_of.values():
+            keys = sorted({key for rank in ranks for key in of_ranks[rank]})
+            for key in keys:
+                factors = {rank: of_ranks[rank][key] for rank in ranks if key in of_ranks[rank]}
+                if _differ(list(factors.values()), rtol):
+                    return _error(factors)
+        return None
+
+
+def _sums_of(top: Node) -> Iterator[tuple[Node, int]]:
+    """Nodes of a loss that add up or average, above all other sums, with a checksum of the way to each."""
+    todo: list[tuple[Node, tuple[str, ...]]] = [(top, ())]
+    seen: set[Node] = set()
+    num_sums = 0
+    while todo and len(seen) < _MOST_NODES:
+        node, way = todo.pop()
+        if node in seen or _numel(node) > _MOST_SCALARS:
+            continue
+        seen.add(node)
+        way = (*way, node.name())
+        below: list[Node] = [one for one, _ in node.next_functions if one is not None]
+        if _adds_up(node):
+            num_sums += 1
+            if num_sums > _MOST_SUMS:
+                return
+            yield node, crc32("/".join(way).encode())
+            below = _scalars_of(node)
+        todo += [(one, way) for one in reversed(below)]
+
+
+def _adds_up(node: Any) -> bool:
+    """Whether a node adds up or averages elements."""
+    if node.name() in _TOTALS:
+        return True
+    return node.name() in LIKELIHOODS | MEANS_OF_ELEMENTS and node._saved_reduction in (1, 2)
+
+
+def _scalars_of(node: Node) -> list[Node]:
+    """What a sum over scalars is of, such as over the means of sequences or ranks; empty of a sum over tokens.
+
+    Operations on few numbers lead from it to a stack of scalars, or to a gather over ranks, which is a function of
+    Python's. From a sum over tokens they lead to logits, which are many.
+    """
+    below = _only_operand(node)
+    while below is not None and _numel(below) <= _MOST_SCALARS:
+        if below.name() in _STACKS:
+            parts = [part for part, _ in below.next_functions if part is not None]
+            return parts if all(_numel(part) == 1 for part in parts) else []
+        if issubclass(type(below), BackwardCFunction):
+            return [below]
+        below = _only_operand(below)
+    return []
+
+
+def _only_operand(node: Node) -> Node | None:
+    below = [one for one, _ in node.next_functions if one is not None]
+    return below[0] if len(below) == 1 else None
+
+
+def _numel(node: Any) -> int:
+    """Of a node's first result; a leaf's is that of its tensor."""
+    metadata = node._input_metadata
+    return prod(int(size) for size in metadata[0].shape) if metadata else _MOST_SCALARS + 1
+
+
+def _watched(node: Any, path: int) -> _Sum:
+    """Let a hook keep the gradient that arrives at a sum."""
+    one = _Sum(path, _share_of_tokens(node))
+
+    def keep(gradients: tuple[Tensor | None, ...]) -> None:
+        if gradients and gradients[0] is not None:
+            one.gradient = _combined(gradients[0].detach())
+
+    node.register_prehook(keep)
+    return one
+
+
+def _share_of_tokens(node: Any) -> Tensor | float:
+    """By what the values of single tokens are multiplied in a sum: inside a mean by one over its count."""
+    if node.name() in LIKELIHOODS:
+        return 1 / node._saved_total_weight.double() if node._saved_reduction == 1 else 1.0
+    if node.name() in MEANS_OF_ELEMENTS:
+        return 1 / max(node._saved_self.numel(), 1) if node._saved_reduction == 1 else 1.0
+    share: Tensor | float = 1.0
+    one: Any = node
+    while one is not None:
+        if one.name() in ("MeanBackward0", "MeanBackward1"):
+            share = share / max(prod(int(size) for size in one._saved_self_sym_sizes) // max(_numel(one), 1), 1)
+        elif one.name() in _PRODUCTS:
+            number = _multiplier(one)
+            if number is None:
+                break
+            share = share / number if one.name().startswith("Div") else share * number
+        elif one.name() not in SAME_VALUES | _TOTALS:
+            break
+        one = _only_operand(one)
+    return share
+
+
+def _multiplier(node: Any) -> Tensor | float | None:
+    """The number that all of a product's, or a quotient's, elements share; None of a tensor of several."""
+    is_first = node.next_functions[0][0] is not None
+    if not is_first and node.name().startswith("Div"):
+        return None
+    value = node._saved_other if is_first else node._saved_self
+    if not isinstance(value, Tensor):
+        return None if value is None else float(value)
+    return value.detach().double().reshape(()) if value.numel() == 1 else None
+
+
+def _combined(gradient: Tensor) -> Tensor:
+    """[] of a gradient of any shape: itself of a scalar, a sum with fixed unlike weights of a vector."""
+    flat = gradient.double().reshape(-1)
+    order = torch.arange(len(flat), device=flat.device, dtype=torch.float64)
+    return (flat * (1 + torch.frac(order * _GOLDEN))).sum()
+
+
+def _numbers_of(one: _Sum, device: torch.device) -> Tensor:
+    """[2], see `_Factor`."""
+    if one.gradient is None:
+        return _nothing(device)
+    factor = one.gradient * one.share
+    return torch.stack([torch.full_like(factor, float(one.path)), factor])
+
+
+def _nothing(device: torch.device) -> Tensor:
+    return torch.tensor([0.0, float("nan")], dtype=torch.float64, device=device)
+
+
+def _by_sum(numbers: Sequence[float]) -> dict[tuple[int, int], float]:
+    """Factors by the number of the backward and the way to the sum; of those that count.
+
+    A rank without labels may leave its sum out by a factor of zero, or divide by its count: no token of it counts.
+    """
+    size = len(_Factor._fields)
+    factors: dict[tuple[int, int], float] = {}
+    for start in range(0, len(numbers), size):
+        one = _Factor(*numbers[start : start + size])
+        if one.path and isfinite(one.factor) and one.factor:
+            key = (start // (size * _MOST_SUMS), int(one.path))
+            factors[key] = factors.get(key, 0.0) + one.factor
+    return factors
+
+
+def _differ(factors: Sequence[float], rtol: float) -> bool:
+    return bool(factors) and max(factors) - min(factors) > rtol * max(map(abs, factors))
+
+
+def _error(factors: dict[int, float]) -> ConfigError:
+    largest = max(factors.values(), key=abs)
+    shares = [f"{factor / largest:.4g}" for factor in factors.values()]
+    return ConfigError(
+        f"the loss given to backward weighs the sums of ranks over their tokens by {shares} on ranks {list(factors)}, "
+        "relative to the largest, where one process divides the sum over all tokens by one number. So it is with an "
+        "average of the ranks' means, and where a mean over weights is said to be one over labels. Divide the "
+        "sum over all ranks by the divisor of all ranks (both by a differentiable all_reduce); or give values of "
+        "single tokens to handle.mean(per_token, batch); or set model.loss_function, which is called with the logits "
+        "and labels of the whole batch."
+    )

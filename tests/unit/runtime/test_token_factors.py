@@ -1,0 +1,135 @@
+"""The factor of each rank's sums over tokens, read from the graph of its loss. Budget: 2 s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.runtime.step_checks import TokenFactors
+
+VOCAB = 32
+WEIGHT = torch.linspace(0.5, 2, VOCAB)
+LABELS = 14  # of all ranks, below
+WEIGHTS = 17.0  # of all ranks; any number that all of them divide by
+
+
+class Gathered(torch.autograd.Function):
+    """Stands for a gather over ranks: a rank's number, and those of the others beside it."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, rank: int) -> Tensor:
+        ctx.rank = rank
+        return torch.ones(2).index_fill(0, torch.tensor(rank), 0) + own.detach() * F.one_hot(torch.tensor(rank), 2)
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None]:
+        return grads[ctx.rank], None
+
+
+def _verdict(loss: Callable[[Tensor, Tensor, int], Tensor], tokens: tuple[int, int] = (12, 5), **options: Any) -> Any:
+    """Of a loss of two ranks with parts of one sequence, of which the first 3 tokens have no label."""
+    rows = []
+    checks = TokenFactors(_of_replica(0), 1)
+    for rank, count in enumerate(tokens):
+        generator = torch.Generator().manual_seed(rank)
+        logits = torch.randn(1, count, VOCAB, generator=generator).requires_grad_()
+        labels = torch.randint(0, VOCAB, (1, count), generator=generator)
+        labels[:, : options.get("unlabelled", 3) if rank == 0 else 0] = -100
+        check = TokenFactors(_of_replica(options.get("replicas", (0, 0))[rank]), 1)
+        value = loss(logits, labels, rank)
+        check.note_backward(value)
+        value.backward()
+        numbers = check.numbers()
+        assert len(numbers) == check.width
+        rows.append(numbers.tolist())
+    return checks.verdict(rows)
+
+
+def _of_replica(replica_id: int) -> Any:
+    return SimpleNamespace(replica=SimpleNamespace(replica_id=replica_id))
+
+
+def _ce(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
+def _own_mean(mean: Tensor, labels: Tensor) -> Tensor:
+    """Of a mean over the rank's labels, its share in the mean over all of them."""
+    return mean * labels.ne(-100).sum() / LABELS
+
+
+RIGHT = {
+    "sum by the labels of all": lambda x, y, rank: _ce(x, y, reduction="sum") / LABELS,
+    "weighted by class": lambda x, y, rank: _ce(x, y, weight=WEIGHT, reduction="sum") / WEIGHTS,
+    "mean over weights, weighed by them": lambda x, y, rank: (
+        _ce(x, y, weight=WEIGHT) * WEIGHT[y[y != -100]].sum() / WEIGHTS
+    ),
+    "smoothed": lambda x, y, rank: _own_mean(_ce(x, y, label_smoothing=0.1), y),
+    "from the values of tokens": lambda x, y, rank: (_ce(x, y, reduction="none") * y.flatten().ne(-100) / LABELS).sum(),
+    "mean over chosen tokens": lambda x, y, rank: _own_mean(x[y != -100].square().mean(), y),
+    "of ranks' sums": lambda x, y, rank: Gathered.apply(_ce(x, y, reduction="sum"), rank).sum() / LABELS,
+    "by the recipe": lambda x, y, rank: Gathered.apply(_own_mean(_ce(x, y), y), rank).mul(1.0).sum(),
+    "with a penalty": lambda x, y, rank: _own_mean(_ce(x, y), y) + torch.ones(3, requires_grad=True).square().sum(),
+}
+WRONG = {
+    "mean over the rank's labels": lambda x, y, rank: _ce(x, y) / 2,
+    "mean over the rank's weights": lambda x, y, rank: _own_mean(_ce(x, y, weight=WEIGHT), y),
+    "mean over the rank's tokens": lambda x, y, rank: x.logsumexp(-1).square().mean(),
+    "divided inside the sum": lambda x, y, rank: (_ce(x, y, reduction="none") / y.ne(-100).sum()).sum(),
+    "mean of ranks' means": lambda x, y, rank: torch.stack([*Gathered.apply(_ce(x, y), rank)]).mean(),
+    "a term beside a right loss": lambda x, y, rank: (
+        _own_mean(_ce(x, y), y) + 1e-2 * x[y != -100].logsumexp(-1).square().mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_sum_over_all_tokens_has_one_factor(name: str) -> None:
+    assert _verdict(RIGHT[name]) is None
+    assert _verdict(RIGHT[name], tokens=(40, 30)) is None
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mean_over_the_ranks_own_tokens_is_refused(name: str) -> None:
+    for tokens in ((12, 5), (90, 70)):
+        verdict = _verdict(WRONG[name], tokens=tokens)
+        assert isinstance(verdict, ConfigError) and "weighs the sums of ranks" in str(verdict), (tokens, verdict)
+
+
+def test_a_mean_of_means_is_refused_where_a_rank_has_no_label() -> None:
+    def mean_of_means(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        return 0.25 * _ce(x, y, reduction="sum") / y.ne(-100).sum().clamp(min=1) / 2
+
+    assert isinstance(_verdict(mean_of_means, unlabelled=12), ConfigError)
+    assert _verdict(lambda x, y, rank: 0.25 * _ce(x, y, reduction="sum") / 5, unlabelled=12) is None
+
+
+@pytest.mark.parametrize("left_out", [lambda total: 0.0 * total, lambda total: total / 0.0])
+def test_a_rank_without_labels_may_leave_its_sum_out(left_out: Callable[[Tensor], Tensor]) -> None:
+    def loss(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        total = _ce(x, y, reduction="sum")
+        return total / 5 if y.ne(-100).any() else left_out(total)
+
+    assert _verdict(loss, unlabelled=12) is None
+
+
+def test_replicas_may_divide_by_their_own_labels() -> None:
+    assert _verdict(lambda x, y, rank: _ce(x, y), replicas=(0, 1)) is None
+
+
+def test_a_means_of_equally_many_labels_is_right() -> None:
+    assert _verdict(lambda x, y, rank: _ce(x, y, weight=None), tokens=(8, 5)) is None
+
+
+def test_half_precision_rounds_factors() -> None:
+    def loss(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        return ((x.logsumexp(-1).square()[y != -100].mean()).bfloat16() * (y.ne(-100).sum() / 14).bfloat16()) * 1.01
+
+    assert _verdict(loss) is None
