@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ds_hetero.common.announce import announce
 from ds_hetero.errors import BatchError, ConfigError, ModelError, StepError
+from ds_hetero.runtime.changed_buffers import ChangedBuffers
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.batch_trial import BatchTrial
 from ds_hetero.runtime.data.loss_units import (
@@ -86,7 +87,7 @@ class WholeModel:
         self.probe_pace = ProbePace("by_cost")
         self._has_said = False
         self._first_node = 0  # number of the first node of the graph of the latest forward of training
-        self._buffers: dict[str, tuple[object, float]] = {}  # their version and total, at the micro-batch before
+        self._buffers = ChangedBuffers(model.named_buffers)  # since the micro-batch before
         self.clock = StepClock(default_device())  # times the phases of this model's steps
         self._record: object = None
         self._trial: BatchTrial | None = None
@@ -237,17 +238,7 @@ class WholeModel:
 
     def changed_buffers(self) -> dict[str, float]:
         """Totals of the buffers that have changed since this was asked last."""
-        changed = {}
-        for name, buffer in self.model.named_buffers():
-            version = id(buffer), buffer._version
-            if self._buffers.get(name, (None, 0.0))[0] == version or buffer.is_complex() or buffer.is_meta:
-                continue
-            total = float(buffer.detach().double().sum())
-            before = self._buffers[name][1] if name in self._buffers else None
-            self._buffers[name] = version, total
-            if before is not None and not (total == before or (total != total and before != before)):
-                changed[name] = total
-        return changed
+        return self._buffers.look()
 
     def explain_divisors(self) -> dict[str, tuple[float, float]]:
         """Total and number of non-zeros of each small entry of the latest forward's arguments."""
@@ -421,7 +412,7 @@ class WholeModel:
         if not self._is_checked:
             _expect_no_statistics(model)
             self._is_checked = True
-        if not self._buffers:
+        if not self._buffers.is_watching:
             self.changed_buffers()
 
     def _after(self, model: nn.Module, args: object, outputs: object) -> None:

@@ -6,6 +6,7 @@ comparison_pace   when a piece of a batch is compared again
 as_loaded   places and labels that a forward is given are those of the loader
 same_switches   what of the model is trained and how it runs is the same on every rank
 same_values   parameters, buffers and averaged gradients are the same on every rank
+stage_buffers   forwards of a stage of a pipeline leave its buffers as they are
 token_weights   the weight of each label in the gradient of the loss
 token_factors   the factor of each rank's sums over tokens in the loss
 class_loss   the loss that a model's class computes itself, beside the cross entropy of its logits
@@ -24,6 +25,7 @@ from ds_hetero.runtime.step_checks.same_values import (
     same_parameters,
     same_untrained,
 )
+from ds_hetero.runtime.step_checks.stage_buffers import StageBuffers
 from ds_hetero.runtime.step_checks.token_factors import TokenFactors
 from ds_hetero.runtime.step_checks.token_weights import TokenWeights
 
@@ -34,6 +36,7 @@ __all__ = [
     "ClassLoss",
     "ComparisonPace",
     "SameSwitches",
+    "StageBuffers",
     "StepCheck",
     "StepChecks",
     "TokenFactors",

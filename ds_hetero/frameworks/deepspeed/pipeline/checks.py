@@ -8,12 +8,17 @@ from ds_hetero.frameworks.deepspeed.optimizer_groups import SameGroups
 from ds_hetero.frameworks.deepspeed.pipeline.optimizer import PipelineOptimizer
 from ds_hetero.frameworks.deepspeed.pipeline.pipelined_engine import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.zero.used_parameters import UsedParameters
-from ds_hetero.runtime.step_checks import StepCheck
+from ds_hetero.runtime.step_checks import StageBuffers, StepCheck
 
 
-def checks_of_pipelines(pipelined: PipelinedEngine) -> list[StepCheck]:
-    """Checks of an engine whose model is a stage of a pipeline; on every rank alike."""
-    return [SameGroups(pipelined), _used_parameters(pipelined)]
+def checks_of_pipelines(pipelined: PipelinedEngine, buffers: Sequence[str]) -> list[StepCheck]:
+    """Checks of an engine whose model is a stage of a pipeline; on every rank alike.
+
+    Args:
+        buffers: names of the persistent buffers of the whole model.
+    """
+    pipelined.buffers = StageBuffers(pipelined.stage.model, buffers)
+    return [SameGroups(pipelined), _used_parameters(pipelined), pipelined.buffers]
 
 
 def _used_parameters(pipelined: PipelinedEngine) -> UsedParameters:

@@ -54,6 +54,7 @@ from ds_hetero.job.layer_search import LayerSearch
 from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.job.replanning import Replanning
 from ds_hetero.job.start import World, agree_on_facts, announce_start, requested_kernel, start_job
+from ds_hetero.runtime.changed_buffers import persistent_buffers
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.peers.board import default_group
@@ -117,7 +118,7 @@ class PipelineInstaller(Installer):
     def install(self) -> tuple[HookedEngine, tuple[Any, ...]]:
         """Cut the model and build the engine."""
         model: nn.Module = self._given["model"]
-        described = elastic.describe_parameters(model)
+        described, buffers = elastic.describe_parameters(model), [name for name, _ in persistent_buffers(model)]
         examined = on_all_ranks(self._examine)
         named, self._is_empty = examined[self._rank].groups, _agreed_is_empty(examined)
         made = self._registry.process_groups
@@ -152,7 +153,7 @@ class PipelineInstaller(Installer):
             elastic=stage.elastic,
         )
         if self._section.checks.enabled:
-            pipelined.checks = StepChecks(checks_of_pipelines(pipelined))
+            pipelined.checks = StepChecks(checks_of_pipelines(pipelined, buffers))
         self._registry.note_pipelined(stage)
         return pipelined, built
 

@@ -46,7 +46,12 @@ def run_passes(pipelined: PipelinedEngine, forward: Function, *args: object, **b
     stage = pipelined.stage
     measures = torch.zeros(3, device=default_device()) if batch.get(_MEASURES) else None
     stage.measures = None if measures is None else measures.clone()
+    buffers = pipelined.buffers if is_training else None
+    if buffers is not None:
+        buffers.begin_passes()
     loss = _loss_of_passes(pipelined, whole, batch.get(_ITEMS), is_training)
+    if buffers is not None:
+        buffers.end_passes()
     if is_training:
         pipelined.engine.optimizer.sync.send_rest()  # of parameters that one stage uses and all hold
     dist.all_reduce(loss)

@@ -12,6 +12,7 @@ from ds_hetero.engine.adapters import StagedModel
 from ds_hetero.frameworks.deepspeed.installer import HookedEngine
 from ds_hetero.runtime.pipeline.runner import PipelineRunner
 from ds_hetero.runtime.process_groups import ProcessGroups
+from ds_hetero.runtime.step_checks import StageBuffers
 from ds_hetero.values.plans import Plan
 
 
@@ -24,6 +25,7 @@ class PipelinedEngine(HookedEngine):
     runner: PipelineRunner | None  # of its passes; None on a rank that is idle
     groups: ProcessGroups  # process groups made so far, to be used again
     outputs_with: Callable[[Tensor, Tensor | None], Any]
+    buffers: StageBuffers | None = None  # checks that passes leave them as they are; None without checks
     loss: Tensor | None = None  # of the passes that have yet to be followed by a step
 
     @property
