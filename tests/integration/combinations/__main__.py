@@ -1,7 +1,7 @@
 """Draw jobs, train them, and say what became of them; see the package.
 
     python -m tests.integration.combinations --seed 7 --draws 1000 [--jobs 2] [--json FILE]
-    python -m tests.integration.combinations --seed 7 --only 42
+    python -m tests.integration.combinations --seed 7 --only 42 [43 ...]
 
 Exit code 1 where a job was neither exact nor refused by name.
 """
@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--draws", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="the number of the first draw")
-    parser.add_argument("--only", type=int, help="the number of one draw")
+    parser.add_argument("--only", type=int, nargs="+", help="the numbers of some draws, which are described")
     parser.add_argument("--kind", help="draws of one kind alone, such as loop")
     parser.add_argument("--jobs", type=int, default=1, help="starts of ranks at a time")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds of one draw")
@@ -41,15 +41,15 @@ def main() -> int:
     from tests.integration.combinations.running import outcomes_of
 
     numbers = range(arguments.first, arguments.first + arguments.draws)
-    chosen = numbers if arguments.only is None else [arguments.only]
+    chosen = numbers if arguments.only is None else arguments.only
     jobs = {number: drawn(arguments.seed, number) for number in chosen}
     if arguments.kind is not None:
         jobs = {number: job for number, job in jobs.items() if job.kind == arguments.kind}
     progress = _Progress(arguments.seed, jobs)
     outcomes = outcomes_of(jobs, processes=arguments.jobs, timeout_s=arguments.timeout, told=progress.tell)
     progress.end()
-    if arguments.only is not None:
-        print(f"{jobs[arguments.only].describe()}\n{outcomes[arguments.only].kind}: {outcomes[arguments.only].why}")
+    for number in arguments.only or ():
+        print(f"{number}: {jobs[number].describe()}\n{outcomes[number].kind}: {outcomes[number].why}")
     _print_table(jobs, outcomes)
     _print_refusals(jobs, outcomes)
     _print_failures(arguments.seed, jobs, outcomes)
