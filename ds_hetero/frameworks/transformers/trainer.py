@@ -59,7 +59,7 @@ from ds_hetero.frameworks.transformers.unlike_batches import (
 from ds_hetero.job.checkpoints import why_not_written
 from ds_hetero.job.start import ReplicaBatches
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, reader_of, steps_in_epoch
+from ds_hetero.runtime.data.sampling import ReplicaSampler, ReplicaStream, micro_steps_in_epoch, reader_of
 from ds_hetero.runtime.data.shard_info import attach, shard_info
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
 from ds_hetero.runtime.loss import cross_entropy_sum, sequence_parallel_loss
@@ -372,7 +372,7 @@ def _set_initial_training_values(
 def _micro_steps_in_epoch(reader: ReplicaSampler | ReplicaStream) -> int | None:
     """Of the loader that the model will be given; None where the samples are not counted."""
     try:
-        return steps_in_epoch(reader) * reader.split.micro_steps
+        return micro_steps_in_epoch(reader)
     except TypeError:
         return None
 

@@ -243,6 +243,18 @@ def steps_in_epoch(reader: ReplicaSampler | ReplicaStream) -> int:
     return -(-reader.num_samples // reader.split.samples)
 
 
+def micro_steps_in_epoch(reader: ReplicaSampler | ReplicaStream) -> int:
+    """Micro-steps of an epoch: a short last step has as many as the replicas need for its samples, and no more.
+
+    Where all replicas have as many micro-batches in a step, that is the number of micro-batches that one process has.
+    Raises ``TypeError``: the number of samples is not known.
+    """
+    split = reader.split
+    full, rest = divmod(reader.num_samples, split.samples)
+    replicas = range(len(split.micro_batches))
+    return full * split.micro_steps + max(len(split.micro_batches_of(replica, rest)) for replica in replicas)
+
+
 def _drawn(chosen: list[Any]) -> Drawn:
     """Draws of a step: indices, or samples of a stream, of which one is enough to see another order."""
     indices = all(isinstance(one, int) for one in chosen)

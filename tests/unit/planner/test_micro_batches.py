@@ -15,7 +15,13 @@ from ds_hetero.cost import Workload
 from ds_hetero.errors import BatchError, PlanError, ScheduleError
 from ds_hetero.models import load_model
 from ds_hetero.planner.micro_batches import plan_replicas, split_batch
-from ds_hetero.runtime.data.sampling import all_samples, reader_of, replica_samples, steps_in_epoch
+from ds_hetero.runtime.data.sampling import (
+    all_samples,
+    micro_steps_in_epoch,
+    reader_of,
+    replica_samples,
+    steps_in_epoch,
+)
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.plans import BatchSplit, Plan, read_plan
 
@@ -86,6 +92,8 @@ def test_loaders_of_the_replicas_share_the_samples_of_one(num_samples: int, stre
         else:
             assert len(loader) == len(batch)
             assert steps_in_epoch(reader) == -(-len(expected) // SPLIT.samples)
+            rest = len(expected) % SPLIT.samples  # of 3, 5 and 7 samples replica 0 has 2, 4 and 5
+            assert micro_steps_in_epoch(reader) == 3 * (len(expected) // SPLIT.samples) + {0: 0, 3: 1, 5: 2, 7: 3}[rest]
             sums = [reader.take_drawn(step).checksum for step in range(steps_in_epoch(reader) + 1)]
             assert all(sums[:-1]) and not sums[-1]
         for first_step in (1, 2):
