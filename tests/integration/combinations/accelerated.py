@@ -204,7 +204,7 @@ def draw(rng: random.Random) -> AccelerateJob:
         world_size=world_size,
         replicas=replicas,
         schedule=random_schedule(rng, world_size // replicas, 4, 2).to_dict(),
-        stage=modules.draw_stage(rng, change),
+        stage=optimizers.stage_for(optimizing, modules.draw_stage(rng, change)),
         module=Module(change, rng.random() < 0.15, rng.random() < 0.1, False, 1),
         loss=loss,
         optimizing=Optimizing(optimizing.recipe, optimizing.groups, "", optimizing.clip),

@@ -36,6 +36,9 @@ _MAMBA = ("bamba", "falcon_h1")  # PEFT refuses to adapt their out_proj
 # So small that a step of a sum of adapters, which multiply each other, does not multiply what rounding leaves.
 _LR, _LR_OF_ADAPTERS = 0.1, 0.02
 _STEPS = 3
+# One process in fp32 is off by so much from itself in fp64: of gemma4_text by 1.8e-3 of the change of an embedding and
+# 1.3e-3 of a norm after three steps (draw 270 of seed 11), 2.3e-4 with DoRA (384). Ranks are off by 6.1e-4 and 1.9e-4.
+_ROUNDED = {"gemma4_text": Tolerance(relative=2e-3, series=2e-3)}
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,10 @@ class FamilyJob:
     recomputed: str
     adapter: str
 
-    tolerance: ClassVar[Tolerance] = Tolerance()
+    @property
+    def tolerance(self) -> Tolerance:
+        """Of its family."""
+        return _ROUNDED.get(self.family, Tolerance())
 
     def describe(self) -> str:
         """For people."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -282,7 +282,7 @@ def draw(rng: random.Random) -> LoopJob:
     middle = rng.choice(["", "", "", "resumed", "replanned"])
     if loss.how == "sharded_call":
         middle = ""
-    return LoopJob(
+    job = LoopJob(
         world_size=world_size,
         replicas=replicas,
         schedule=schedule,
@@ -299,6 +299,8 @@ def draw(rng: random.Random) -> LoopJob:
         weights=tuple(rng.randint(1, 4) for _ in range(world_size)) if stage and rng.random() < 0.2 else (),
         persistent=rng.random() < 0.5,
     )
+    stage = optimizers.stage_for(optimizing, job.stage)
+    return replace(job, stage=stage, weights=job.weights if stage else ())
 
 
 def _evaluated(job: LoopJob) -> dict[str, torch.Tensor]:

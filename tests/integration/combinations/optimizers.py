@@ -81,6 +81,8 @@ RECIPES = {
 }
 # Of the sign of a gradient alone: in fp64, where it is rounding in no element.
 BY_SIGN = ("Rprop",)
+# Of a matrix as a whole, of which ZeRO's shards make something else, as rank 0 says at the start.
+OF_WHOLE_PARAMETERS = ("Adafactor",)
 # Of no state: a parameter without a gradient stays as it is, whether its gradient is None or zero.
 STATELESS = ("SGD",)
 SCHEDULES = ("", "", "LambdaLR", "OneCycleLR stepped by the script", "callable", "WarmupLR", "WarmupDecayLR")
@@ -133,6 +135,11 @@ def draw(rng: random.Random, names: Sequence[str] = IN_FP32) -> Optimizing:
         schedule=schedule,
         clip=rng.choice([0.0, 0.0, 0.5]),
     )
+
+
+def stage_for(optimizing: Optimizing, stage: int) -> int:
+    """A stage of ZeRO on which an optimizer trains as on one process."""
+    return 0 if optimizing.recipe in OF_WHOLE_PARAMETERS else stage
 
 
 def make(optimizing: Optimizing, model: nn.Module) -> torch.optim.Optimizer:

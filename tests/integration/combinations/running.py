@@ -25,6 +25,7 @@ from tests.integration.combinations.compare import Outcome, Tolerance, Trained, 
 from tests.support import run_deepspeed
 
 AT_ONCE = 8  # draws in one start of ranks
+_SHOWN_OF_STACK = 6000  # characters, from the end, where the thread that waits stands
 TIMEOUT_S = 60.0  # of a draw, which takes one or two seconds on an idle machine
 # What a rank says where another one failed first.
 _CONSEQUENCES = ("PeerError", "closed by peer", "reset by peer")
@@ -170,7 +171,7 @@ def _outcome(job: Job, ends: Sequence[_End | str | None], expected: Trained | No
     complete = [end for end in ends if isinstance(end, _End)]
     stacks = {rank: end for rank, end in enumerate(ends) if isinstance(end, str) and end}
     if stacks:
-        return Outcome("hang", "\n".join(f"rank {rank}: {stack[-2500:]}" for rank, stack in stacks.items()))
+        return Outcome("hang", "\n".join(f"rank {rank}: {stack[-_SHOWN_OF_STACK:]}" for rank, stack in stacks.items()))
     errors = [(rank, end.error) for rank, end in enumerate(ends) if isinstance(end, _End) and end.error]
     if errors:
         errors.sort(key=lambda pair: any(sign in pair[1] for sign in _CONSEQUENCES))  # the cause first
@@ -249,6 +250,9 @@ def _be_quiet() -> None:
 
     # Ranks are daemons of the parent, which may have no children, and loaders have worker processes.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    # As in a job that a launcher has started. Ranks come from a fork server, and would start another one for the
+    # workers of their loaders, which imports everything: 25 s on two busy cores.
+    multiprocessing.set_start_method("fork", force=True)
 
     warnings.filterwarnings("ignore")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -17,7 +17,7 @@ Losses by module:
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -150,7 +150,10 @@ class UnequalJob:
                 loss = _loss(self, engine, batch, step)
                 engine.backward(loss)
                 engine.step()
-                if own := _weight(self, batch):  # a mean over nothing is NaN
+                # One that fills a step up is a copy of the batch before, and counts nothing.
+                is_filler = not handle.registry.find(model).model.latest_batch.counts.sample_mean
+                own = 0.0 if is_filler else _weight(self, batch)
+                if own:  # a mean over nothing is NaN
                     total, weight = total + own * float(loss.detach()), weight + own
             told.append((total / weight if weight else 0.0, weight))
             if schedule is not None:
@@ -199,7 +202,7 @@ def draw(rng: random.Random) -> UnequalJob:
     recipes = optimizers.STATELESS if module == "multi task" else optimizers.IN_FP32
     accumulated = rng.choice([1, 1, 2])
     whole = rng.random() < 0.6
-    return UnequalJob(
+    job = UnequalJob(
         world_size=world_size,
         batch=batch,
         stage=stage,
@@ -214,6 +217,8 @@ def draw(rng: random.Random) -> UnequalJob:
         weights=tuple(rng.randint(1, 3) for _ in range(world_size)) if stage and rng.random() < 0.15 else (),
         evaluated=rng.random() < 0.3,
     )
+    stage = optimizers.stage_for(job.optimizing, job.stage)
+    return replace(job, stage=stage, weights=job.weights if stage else ())
 
 
 class Rows(nn.Module):
