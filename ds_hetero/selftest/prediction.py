@@ -25,7 +25,6 @@ from ds_hetero.planner import plan, strategy
 from ds_hetero.planner.memory import stacks
 from ds_hetero.profiler.kernel_probe import profile_ranks
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.devices import default_dtype
 from ds_hetero.selftest.lines import Line
 from ds_hetero.selftest.one_process import warnings_only
 from ds_hetero.selftest.session import Session
@@ -103,7 +102,8 @@ class _Setting:
             "max_position_embeddings": tokens,
             "use_cache": False,
         }
-        return cls(dtype=default_dtype(session.device), config=config, tokens=tokens)
+        dtype = session.trained_dtype if on_gpu else torch.float32
+        return cls(dtype=dtype, config=config, tokens=tokens)
 
     @property
     def workload(self) -> Workload:

@@ -17,6 +17,7 @@ from ds_hetero.common.text import ranks_by_value
 from ds_hetero.common.units import GIB
 from ds_hetero.engine.process import expect_same_environment, own_environment
 from ds_hetero.errors import ConfigError
+from ds_hetero.runtime.architectures import expect_built_for
 from ds_hetero.runtime.attention.kernels import available
 from ds_hetero.runtime.devices import collectives_library, default_device, default_dtype, has_native_bf16
 
@@ -31,7 +32,9 @@ def describe_rank(with_host_name: bool) -> JsonDict:
         with_host_name: tell the host's name; otherwise hosts are told apart by a hash that is not reported.
     """
     try:
-        return _describe(default_device(), with_host_name)
+        device = default_device()
+        expect_built_for(device)
+        return _describe(device, with_host_name)
     except (ConfigError, RuntimeError, AssertionError) as error:  # the last two are torch's, of a broken installation
         return {"error": f"{type(error).__name__}: {error}"}
 
@@ -102,6 +105,11 @@ def check_ranks(ranks: Sequence[JsonObject]) -> None:
             "Does torch see a GPU there (torch.cuda.is_available()), and does the launcher start one process per GPU?"
         )
     expect_same_environment([described["environment"] for described in ranks])
+
+
+def trained_dtype_of(ranks: Sequence[JsonObject]) -> torch.dtype:
+    """The 16-bit type that these ranks can train in together: bfloat16 where all have it; on CPUs too, if slowly."""
+    return torch.bfloat16 if all("bfloat16" in described["native_types"] for described in ranks) else torch.float16
 
 
 def nodes_of_ranks(ranks: Sequence[JsonObject]) -> tuple[tuple[int, ...], ...]:

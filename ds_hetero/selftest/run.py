@@ -31,7 +31,7 @@ from ds_hetero.selftest.lines import Line, merge
 from ds_hetero.selftest.meeting import Failure, Meeting, meet
 from ds_hetero.selftest.pipeline_step import check_pipelines
 from ds_hetero.selftest.prediction import check_prediction
-from ds_hetero.selftest.ranks import check_ranks, describe_rank, nodes_of_ranks
+from ds_hetero.selftest.ranks import check_ranks, describe_rank, nodes_of_ranks, trained_dtype_of
 from ds_hetero.selftest.report import Report
 from ds_hetero.selftest.routed_documents import check_routed_documents
 from ds_hetero.selftest.session import Session
@@ -130,6 +130,7 @@ def _run_checks(state: _Run) -> None:
         watch=watch,
         nodes=state.report.nodes,
         quick=state.options.quick,
+        trained_dtype=trained_dtype_of(state.report.ranks),
     )
     checks: dict[str, Callable[[], Iterable[Line]]]
     checks = {name: partial(check, session) for name, check in CHECKS.items()}

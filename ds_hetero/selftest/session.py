@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ds_hetero.runtime.devices import has_native_bf16
 from ds_hetero.runtime.process_groups import ProcessGroups
 from ds_hetero.selftest.call_watch import CallWatch
 
@@ -21,12 +20,8 @@ class Session:
     watch: CallWatch  # sets every call a deadline
     nodes: tuple[tuple[int, ...], ...]  # by node, its ranks
     quick: bool
+    trained_dtype: torch.dtype  # the 16-bit type that models are trained in on these devices, the same on all ranks
     groups: ProcessGroups = field(default_factory=ProcessGroups)  # made by the checks, as training makes them
-
-    @property
-    def trained_dtype(self) -> torch.dtype:
-        """The 16-bit type that models are trained in on this device; on CPUs too, where it is slow."""
-        return torch.bfloat16 if has_native_bf16(self.device) else torch.float16
 
     @property
     def is_on_gpu(self) -> bool:

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from ds_hetero.errors import ConfigError
+from ds_hetero.selftest import ranks
 from ds_hetero.selftest.lines import Line, merge
-from ds_hetero.selftest.ranks import check_ranks
+from ds_hetero.selftest.ranks import check_ranks, trained_dtype_of
 from ds_hetero.selftest.report import redacted
 from tests.support import run_deepspeed
 
@@ -227,6 +228,22 @@ def test_cpus_among_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"rank 2: ConfigError: this rank's accelerator is XPU"):
         check_ranks([gpu, gpu, {"error": "ConfigError: this rank's accelerator is XPU"}])
     check_ranks([gpu, gpu])
+
+
+def test_ranks_train_in_the_16_bit_type_that_all_have() -> None:
+    ampere, turing = {"native_types": ["float32", "float16", "bfloat16"]}, {"native_types": ["float32", "float16"]}
+    assert trained_dtype_of([ampere, ampere]) is torch.bfloat16
+    assert trained_dtype_of([ampere, turing]) is torch.float16
+
+
+def test_a_gpu_that_torch_has_no_code_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "default_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+    described = ranks.describe_rank(with_host_name=False)
+    with pytest.raises(ConfigError, match=r"rank 1: ConfigError: torch .* has no code for Tesla V100 \(sm_70\)"):
+        check_ranks([{"type": "cuda", "environment": {}}, described])
 
 
 def test_lines_of_ranks_are_put_together() -> None:

@@ -32,7 +32,13 @@ def _lines_of(rank: int, checks: Sequence[str], fault: str = "") -> list[Line]:
     watch = CallWatch(aside, device, limit_s, lambda failure, standing: print(failure, standing))
     run._make_process_group(meeting, device, 60.0)
     session = Session(
-        rank=rank, size=meeting.size, device=device, watch=watch, nodes=(tuple(range(meeting.size)),), quick=True
+        rank=rank,
+        size=meeting.size,
+        device=device,
+        watch=watch,
+        nodes=(tuple(range(meeting.size)),),
+        quick=True,
+        trained_dtype=torch.bfloat16,
     )
     with Patch.context() as patch:
         if fault and (rank == 1 or fault in OF_ALL_RANKS):
