@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] | N
     """The command; ``sections`` takes the place of all there are."""
     options = _parser().parse_args(arguments)
     os.environ["DS_ACCELERATOR"] = "cpu" if options.rehearse else "cuda"  # else DeepSpeed asks CUDA when imported
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that is_available(), which imports call, asks no CUDA either
     if options.rehearse:
         os.environ["OMP_NUM_THREADS"] = "1"
     elif not _has_gpu():
@@ -82,8 +83,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _has_gpu() -> bool:
-    """Whether the driver lists a GPU, asked without CUDA: forked processes could not use it afterwards."""
-    return any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/nvidia0").exists()
+    """Whether there is a GPU's device file, without asking CUDA: forked processes could not use it afterwards."""
+    files = ("/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVIDIA's, that of WSL, AMD's
+    return any(Path("/proc/driver/nvidia/gpus").glob("*")) or any(Path(file).exists() for file in files)
 
 
 def _chosen(names: str, sections: Sequence[Section] | None) -> list[Section]:

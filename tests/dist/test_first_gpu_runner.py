@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from benchmarks.first_gpu.crew import Settings
 from benchmarks.first_gpu.parts import Context, Part, Section
 from benchmarks.first_gpu.record import NOT_REACHED, Record
 from benchmarks.first_gpu.runner import Runner
+from benchmarks.first_gpu.sections import more_ranks
 from tests.support import ROOT
 
 pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
@@ -115,6 +117,21 @@ def test_what_a_newer_torch_is_needed_for_is_left_out_by_name(tmp_path: Path) ->
     entry = _parts(result)["planted: needs"]
     assert (code, entry["outcome"]) == (0, "left out")
     assert entry["why"] == "this release of torch lacks torch.distributed.all_gather_in_2_99"
+
+
+def test_tensor_stages_are_left_out_where_torch_lacks_their_collective(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delattr(dist, "all_gather_single")  # as before torch 2.13
+    output = tmp_path / "older.json"
+    parts = tuple(part for part in more_ranks.SECTION.parts if part.needs)
+    assert main(["--rehearse", "--output", str(output)], [replace(more_ranks.SECTION, parts=parts)]) == 0
+    (entry,) = json.loads(output.read_text())["parts"]
+    assert (entry["part"], entry["outcome"]) == ("tensor stage", "left out")
+    assert entry["why"] == "this release of torch lacks torch.distributed.all_gather_single"
+
+
+def test_a_section_that_does_not_exist_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no section rings; there are planted"):
+        main(["--rehearse", "--sections", "rings", "--output", str(tmp_path / "x.json")], _planted())
 
 
 def test_a_run_without_time_names_what_it_has_left_out(tmp_path: Path) -> None:

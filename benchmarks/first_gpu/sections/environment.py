@@ -25,7 +25,8 @@ from ds_hetero.runtime.backends import backend_of
 from ds_hetero.runtime.devices import collectives_library, has_native_bf16
 
 _PACKAGES = ("torch", "triton", "deepspeed", "transformers", "accelerate", "peft", "flash-attn", "nvidia-nccl-cu13")
-_COMPILERS = 12  # processes; a rented machine with one H200 had 16 cores (docs/measured.md)
+# Processes, of which each has a core: the one H200 there was had 16 (docs/measured.md). Some are left to what is timed.
+_COMPILERS = max(1, min(12, (os.cpu_count() or 1) - 4))
 _MPS = "nvidia-cuda-mps-control"
 
 
