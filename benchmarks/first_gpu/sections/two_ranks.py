@@ -118,7 +118,8 @@ def attention(context: Context) -> None:
     from ds_hetero.runtime.attention.kernels import select
     from ds_hetero.runtime.process_groups import ProcessGroups
     from ds_hetero.runtime.replica import make_replica
-    from ds_hetero.selftest.attention import TOLERANCE, Case, largest_error, uneven_schedules
+    from ds_hetero.selftest.attention_case import TOLERANCE, Case, largest_error
+    from ds_hetero.selftest.uneven_schedules import uneven_schedules
     from ds_hetero.values.plans import Plan
 
     context.join()
@@ -381,6 +382,6 @@ SECTION = Section(
             strict=True,
             rehearsed_env=_WAITS_FOR_EVER,
         ),
-        Part(name="self-test", run=selftest, ranks=2, limit_s=60),
+        Part(name="self-test", run=selftest, ranks=2, limit_s=60, rehearsed_limit_s=120),
     ),
 )
