@@ -27,7 +27,7 @@ import json
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -190,7 +190,18 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._device.before_operator()
-        return func(*args, **(kwargs or {}))
+        return func(*_as_tensors(func, args), **(kwargs or {}))
+
+
+def _as_tensors(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments of an operator of one tensor; a number that autograd keeps as a tensor arrives here as a number.
+
+    Beside a tensor it stays a number, which does not decide the dtype of the result.
+    """
+    first = func._schema.arguments[0] if func._schema.arguments else None
+    if first is None or str(first.type) != "Tensor" or not isinstance(args[0], (int, float)) or len(args) > 1:
+        return args
+    return [torch.scalar_tensor(args[0], dtype=torch.int64 if isinstance(args[0], int) else torch.float64)]
 
 
 def _storages(tensors: Any) -> set[int]:

@@ -81,7 +81,7 @@ def run_ranks(
             before its consequences.
     """
     body = partial(_recorded, _in_process_group) if nccl_rules else _in_process_group
-    body = partial(_strict, body) if strict or _is_strict() else body
+    body = partial(_strict, body) if strict or is_strict() else body
     return _run(body, fn, world_size, args, timeout_s, dict(env or {}))
 
 
@@ -113,7 +113,7 @@ def run_deepspeed(
         **_deepspeed_env(),
     }
     body = partial(_recorded, _in_launcher_env) if nccl_rules else _in_launcher_env
-    body = partial(_strict, body) if strict or _is_strict() else body
+    body = partial(_strict, body) if strict or is_strict() else body
     return _run(body, fn, world_size, args, timeout_s, {**launcher_env, **(env or {})})
 
 
@@ -310,7 +310,7 @@ def _in_process_group(
     return fn(rank, *args)
 
 
-def _is_strict() -> bool:
+def is_strict() -> bool:
     """Whether every run of ranks is to be strict: ``STRICT_GROUP=1 bash tests/run.sh tests/dist``."""
     return os.environ.get("STRICT_GROUP") == "1"
 

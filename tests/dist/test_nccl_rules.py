@@ -15,6 +15,12 @@ from benchmarks.proof.recording import recording
 from tests.support import run_ranks
 
 
+@pytest.fixture(autouse=True)
+def _on_plain_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks post is looked at here; the strict group would end them before it has all been posted."""
+    monkeypatch.delenv("STRICT_GROUP", raising=False)
+
+
 def _record(rank: int, body: Callable[[int], None]) -> list[Event]:
     with recording() as events:
         body(rank)
