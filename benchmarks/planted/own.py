@@ -144,7 +144,7 @@ class TokenDropout(Job):
     name = "a mask over tokens"
     what = "dropout of whole tokens mixed in by a mean over the rank's tokens, in training alone"
     begins = 0
-    says = r"(differs|split over the sequence|gradient)"
+    says = r"computes something else in training"
 
     def make_model(self) -> Any:
         model = super().make_model()
@@ -157,6 +157,24 @@ class TokenDropout(Job):
                 return stock(x)
             keep = torch.rand((1, 1, x.shape[-1]), generator=generator).gt(0.2)
             return stock(x) + 0.3 * (x * keep).mean(dim=1, keepdim=True)
+
+        layer.forward = forward
+        return model
+
+
+class PoolInTraining(Job):
+    name = "a pool in training alone"
+    what = "a mean over tokens is added in training, not in evaluation"
+    begins = 0
+    says = r"in training mode"
+
+    def make_model(self) -> Any:
+        model = super().make_model()
+        layer = model.model.layers[0].mlp
+        stock = layer.forward
+
+        def forward(x: Tensor) -> Tensor:
+            return stock(x) + 0.3 * x.mean(dim=1, keepdim=True) if layer.training else stock(x)
 
         layer.forward = forward
         return model
@@ -615,6 +633,7 @@ OWN: list[type[Job]] = [
     FrozenLater,
     DepthByRank,
     TokenDropout,
+    PoolInTraining,
     HookOnOneRank,
     ClippedByScript,
     ClipOfOneRank,

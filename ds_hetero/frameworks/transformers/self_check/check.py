@@ -9,6 +9,7 @@ every so many steps, see `ComparisonPace`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -36,6 +37,7 @@ from ds_hetero.frameworks.transformers.self_check.comparison import (
 from ds_hetero.frameworks.transformers.self_check.piece import features_of, has_left_padding, marks_documents, piece_of
 from ds_hetero.frameworks.transformers.self_check.recorded_run import traceless
 from ds_hetero.frameworks.transformers.self_check.runs import Runs, WindowRuns
+from ds_hetero.frameworks.transformers.self_check.training_mode import InTraining, compare_modes, without_randomness
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.shards import Batch, Entries
 
@@ -126,6 +128,7 @@ def check_batch(model: ShardedModel, batch: Batch | None, *, is_of_call: bool = 
     refusal = _refusal_of_one_process(model, runs) if marked_by else ""
     differences = [] if refusal else _differences(model, runs)
     if not differences and not refusal:
+        _compare_in_training(model, runs)
         if has_left_padding(piece):
             _look_at_padding(model, batch, module)
         return
@@ -151,6 +154,39 @@ def _check_window(model: ShardedModel, batch: Batch | None) -> None:
     differences = _differences(model, runs)
     if differences:
         raise ModelError(_refusal(model, runs, *differences[0]))
+    _compare_in_training(model, runs)
+
+
+def _compare_in_training(model: ShardedModel, runs: Runs) -> None:
+    """Compare a piece that passed in evaluation in training, too, if the model computes something else there.
+
+    Collectives: one `on_all_ranks`, and those of the forwards; as many as in evaluation where something is compared.
+
+    Raises:
+        ModelError: the model computes something else when it is split, in training alone; on every rank.
+    """
+
+    def mode_of_training() -> InTraining:
+        module = model.model
+        if not any(part.training for part in module.modules()):
+            return InTraining.SAME
+        with model.unrecorded(), torch.autocast(runs.device.type, enabled=False):
+            with traceless(module):
+                evaluation = runs.whole(None)
+            with traceless(module, in_training=True), without_randomness(module):
+                return compare_modes(evaluation, runs.whole(None), runs.whole(None))
+
+    modes = on_all_ranks(mode_of_training)
+    if InTraining.RANDOM in modes:
+        _warn(
+            f"{type(model.pretrained).__name__} computes something else in training than in evaluation, another thing "
+            "every time, although its dropout and noise were switched off. Pieces of batches are compared with one "
+            "process in evaluation alone: what the model does to tokens in training alone is not checked."
+        )
+    elif InTraining.OTHER in modes:
+        differences = _differences(model, runs, in_training=True)
+        if differences:
+            raise ModelError(_refusal(model, runs, *differences[0], mode=" in training mode"))
 
 
 def _look_at_padding(model: ShardedModel, batch: Batch | None, module: nn.Module) -> None:
@@ -196,10 +232,20 @@ def _refusal_of_one_process(model: ShardedModel, runs: Runs) -> str:
     return next((text for text in on_all_ranks(run_whole) if text), "")
 
 
-def _differences(model: ShardedModel, runs: Runs) -> list[tuple[int, Difference]]:
-    """Return (rank, difference) of every module that differs beyond rounding; the same on every rank."""
+def _differences(model: ShardedModel, runs: Runs, *, in_training: bool = False) -> list[tuple[int, Difference]]:
+    """Return (rank, difference) of every module that differs beyond rounding; the same on every rank.
+
+    Args:
+        in_training: compare runs in training mode without dropout and noise, and not in evaluation.
+    """
     eps = max(torch.finfo(dtype).eps for dtype in (model.pretrained.dtype, torch.float32))  # losses are fp32 at best
-    with traceless(model.model), model.unrecorded(), torch.autocast(runs.device.type, enabled=False):
+    quiet = without_randomness(model.model) if in_training else contextlib.nullcontext()
+    with (
+        traceless(model.model, in_training=in_training),
+        quiet,
+        model.unrecorded(),
+        torch.autocast(runs.device.type, enabled=False),
+    ):
         whole, sharded = runs.pair(None)
         noise = noise_of(whole, runs.whole(runs.shake(7, eps, None)), runs.held)
         errors = compare_runs(whole, sharded, runs.held)
@@ -216,7 +262,7 @@ def _faults_of_all(errors: Any, noise: Any, eps: float) -> list[tuple[int, Diffe
     return faults(on_all_ranks(lambda: worst(errors, noise, eps)))
 
 
-def _refusal(model: ShardedModel, runs: Runs, rank: int, difference: Difference) -> str:
+def _refusal(model: ShardedModel, runs: Runs, rank: int, difference: Difference, mode: str = "") -> str:
     tokens = runs.held.real.shape[1]
     if difference.kind == LOSS:
         what = "the loss differs"
@@ -235,8 +281,8 @@ def _refusal(model: ShardedModel, runs: Runs, rank: int, difference: Difference)
         else ""
     )
     return (
-        f"{type(model.pretrained).__name__} computes something else when it is split over the sequence: on {tokens} "
-        f"tokens of a batch, {what} by {difference.error:.2g} on rank {rank}, where rounding accounts for "
+        f"{type(model.pretrained).__name__} computes something else when it is split over the sequence{mode}: on "
+        f"{tokens} tokens of a batch, {what} by {difference.error:.2g} on rank {rank}, where rounding accounts for "
         f"{difference.allowed:.1g}.{hint} Training would go on without a sign, so it is refused. Train this model "
         'without sequence parallelism ("sequence_parallel_size": 1), or, if you know better, set '
         '"heterogeneity": {"checks": {"compare_every": "off"}}.'

@@ -205,25 +205,30 @@ _LARGEST_KEPT_BUFFER = 1 << 20  # elements; statistics are small, tables of posi
 
 
 @contextlib.contextmanager
-def traceless(model: nn.Module) -> Iterator[None]:
-    """Let runs and backwards inside leave no trace in ``model`` or in the process.
+def traceless(model: nn.Module, *, in_training: bool = False) -> Iterator[None]:
+    """Let runs and backwards inside leave no trace in ``model`` or in the process; in evaluation.
 
     Parameters take no gradients inside, so no node of autograd ends at one of them and no gradient hook of any ZeRO
     stage fires. Full backward hooks are taken off, since ZeRO-3 fills its buckets in those of mixtures of experts.
     Modes are set by attribute: ``eval()`` may be overridden, and this engine takes note of it. ZeRO-3's gathering of
-    parameters runs as in any forward.
+    parameters runs as in any forward. Numbers that modules keep as attributes, such as counts of their forwards in
+    training, are put back.
+
+    Args:
+        in_training: leave every module in its mode; dropout is not switched off.
     """
     modules, parameters = list(model.modules()), list(model.parameters())
     modes = [(module, module.training, getattr(module, "gradient_checkpointing", None)) for module in modules]
     wants_gradient = [parameter.requires_grad for parameter in parameters]
     buffers = [(b, b.detach().clone()) for b in model.buffers() if b.numel() <= _LARGEST_KEPT_BUFFER]
     hooks = [(module, module._backward_hooks, module._backward_pre_hooks) for module in modules]
+    numbers = [(module, _numbers_of(module)) for module in modules]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     devices = sorted({parameter.device.index or 0 for parameter in parameters if parameter.device.type == "cuda"})
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
         try:
             for module, mode, checkpoints in modes:
-                module.training = mode and packs_in_evaluation(module)
+                module.training = mode and (in_training or packs_in_evaluation(module))
                 if checkpoints:
                     module.__dict__["gradient_checkpointing"] = False
             for module, backward, pre_backward in hooks:
@@ -242,8 +247,14 @@ def traceless(model: nn.Module) -> Iterator[None]:
                 if checkpoints:
                     module.__dict__["gradient_checkpointing"] = checkpoints
             _put_back(buffers)
+            for module, of_module in numbers:
+                vars(module).update(of_module)
             random.setstate(python_state)
             numpy.random.set_state(numpy_state)
+
+
+def _numbers_of(module: nn.Module) -> dict[str, bool | int | float]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float))}
 
 
 @torch.no_grad()
