@@ -29,6 +29,7 @@ class Report:
     lines: list[Line] = field(default_factory=list)
     measured: JsonDict = field(default_factory=dict)  # numbers of `ds_hetero.selftest.prediction`
     seconds: float = 0.0
+    seconds_of_checks: dict[str, float] = field(default_factory=dict)  # of this rank, until all had come to the end
 
     @property
     def healthy(self) -> bool:
@@ -42,6 +43,7 @@ class Report:
             "version": 1,
             "healthy": self.healthy,
             "seconds": round(self.seconds, 1),
+            "seconds_of_checks": {name: round(seconds, 1) for name, seconds in self.seconds_of_checks.items()},
             "nodes": [list(ranks) for ranks in self.nodes],
             "ranks": ranks,
             **({"measured": self.measured} if self.measured else {}),
@@ -75,6 +77,9 @@ class Report:
         failed = sum(line.status == "fail" for line in self.lines)
         verdict = f"FAIL: {failed} of {len(self.lines)} lines" if failed else "PASS"
         console.print(f"{verdict}, {len(self.ranks)} ranks, {self.seconds:.0f} s", highlight=False)
+        if self.seconds_of_checks:
+            listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds_of_checks.items())
+            console.print(f"seconds: {listed}", highlight=False)
 
     def _ranks_table(self) -> Table:
         table = Table("rank", "node", "device", "memory", "software", "native types", "kernels", title="Ranks")

@@ -138,6 +138,7 @@ def _run_checks(state: _Run) -> None:
     if state.options.measure:
         checks["prediction"] = partial(check_prediction, session, state.report.measured)
     for index, (name, check) in enumerate(checks.items(), 1):
+        began = time.perf_counter()
         watch.begin_check(2 * index)
         for line in check():
             state.own_lines.append(line)
@@ -145,6 +146,7 @@ def _run_checks(state: _Run) -> None:
         with watch.call(f"the end of the check of {name}", times=_SLOWEST):
             own = [(line.name, line.status, line.detail, line.per_s) for line in state.own_lines]
             lines_of_ranks: list[list[Any]] = meeting.gather(name, own, 2 * _SLOWEST * limit_s)
+        state.report.seconds_of_checks[name] = time.perf_counter() - began
         state.own_lines.clear()
         state.report.lines += merge([[Line(*line) for line in lines] for lines in lines_of_ranks])
     dist.destroy_process_group()

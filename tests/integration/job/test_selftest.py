@@ -21,6 +21,7 @@ from ds_hetero.selftest import ranks
 from ds_hetero.selftest.lines import Line, merge
 from ds_hetero.selftest.ranks import check_ranks, trained_dtype_of
 from ds_hetero.selftest.report import redacted
+from ds_hetero.selftest.run import CHECKS as CHECKS_OF_RUN
 from tests.support import run_deepspeed
 
 pytestmark = pytest.mark.alone  # it waits in real time for what other work on the cores would delay
@@ -60,6 +61,7 @@ def test_ranks_that_work_pass(world_size: int, options: list[str], tmp_path: Pat
     lines = {line["name"]: line for line in report["lines"]}
     assert report["healthy"] and len(report["ranks"]) == world_size
     assert {lines[name]["status"] for name in CHECKS} == {"pass"}
+    assert set(CHECKS_OF_RUN) < set(report["seconds_of_checks"]) and sum(report["seconds_of_checks"].values()) > 0
     assert {line["status"] for line in lines.values()} <= {"pass", "skip", "info"}
     if world_size > 1:
         assert {lines[name]["status"] for name in OF_SEVERAL} == {"pass"}
