@@ -41,7 +41,7 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipeline_search import search
-from ds_hetero.planner.pipeline_search.batches import balance_bound_s
+from ds_hetero.planner.pipeline_search.balance_bound import balance_bound_s
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator
 from ds_hetero.planner.pipeline_search.search import Search, default_effort_s
 from ds_hetero.planner.pipelines.planning import plan_pipelines

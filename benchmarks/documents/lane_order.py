@@ -39,7 +39,7 @@ from benchmarks.measure.contenders import Contender, Shape
 from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.measure.turns import take_turns
 from ds_hetero.planner.documents import UnitCosts
-from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
+from ds_hetero.planner.documents.length_distributions import DISTRIBUTIONS
 from ds_hetero.runtime.attention import attention as attention_module
 from ds_hetero.runtime.attention import channel, kernels
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention

@@ -37,7 +37,7 @@ from ds_hetero.planner import strategy
 from ds_hetero.planner.document_search.candidates import place_lengths
 from ds_hetero.planner.document_search.loads import ideal_s
 from ds_hetero.planner.documents import UnitCosts, place_documents, unit_costs
-from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS, LengthDistribution
+from ds_hetero.planner.documents.length_distributions import DISTRIBUTIONS, LengthDistribution
 from ds_hetero.planner.documents.summary import documents_of
 from ds_hetero.values.schedule import Schedule
 

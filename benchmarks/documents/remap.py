@@ -38,7 +38,7 @@ from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.measure.turns import take_turns
 from ds_hetero.planner.document_search.placement_loads import placement_loads
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts
-from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
+from ds_hetero.planner.documents.length_distributions import DISTRIBUTIONS
 from ds_hetero.runtime.attention.kernels.torch_native import TorchKernel
 from ds_hetero.values.baselines import proportional
 from ds_hetero.values.placement import Placement, RemapWish, Rows

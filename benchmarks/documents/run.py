@@ -57,7 +57,7 @@ from benchmarks.measure.results import FOLDER, header, progress, write
 from benchmarks.measure.turns import take_turns, timed_run
 from ds_hetero.planner.document_search.placement_loads import placement_loads
 from ds_hetero.planner.documents import UnitCosts, place_documents
-from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
+from ds_hetero.planner.documents.length_distributions import DISTRIBUTIONS
 from ds_hetero.values.baselines import proportional
 from ds_hetero.values.schedule import Schedule
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure.contenders import Shape
-from ds_hetero.planner.document_search.loads import LINK_KINDS, KVBytes, ring_bytes
+from ds_hetero.planner.document_search.traffic import LINK_KINDS, KVBytes, ring_bytes
 from ds_hetero.runtime.attention import channel
 from ds_hetero.runtime.attention.channel import Channel, Message, PendingReceives
 from ds_hetero.values.placement import Placement

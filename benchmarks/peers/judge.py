@@ -12,7 +12,7 @@ from ds_hetero.cost.stages.stage import DeviceBlock, Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.pipeline_search.blocks import ranks_of_blocks
+from ds_hetero.planner.pipeline_search.block_ranks import ranks_of_blocks
 from ds_hetero.planner.pipelines.given import judge_plan
 from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage

@@ -14,7 +14,8 @@ from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipeline_search.finish import finish, to_plan
-from ds_hetero.planner.pipeline_search.starts import judge_layers, uniform_grids
+from ds_hetero.planner.pipeline_search.given_layers import judge_layers
+from ds_hetero.planner.pipeline_search.uniform_grids import uniform_grids
 from ds_hetero.planner.pipelines.given import judge_plan
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.pipelines.rivals import best_sequence

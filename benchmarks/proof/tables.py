@@ -9,7 +9,7 @@ from itertools import accumulate
 from ds_hetero.batch.head_table import HeadTable, members_of
 from ds_hetero.batch.ring_steps import KernelCall, Ring, make_rings
 from ds_hetero.batch.ring_table import Block, RingTable
-from ds_hetero.planner.document_search.loads import KVBytes, exchange_bytes
+from ds_hetero.planner.document_search.traffic import KVBytes, exchange_bytes
 from ds_hetero.values.placement import Placement, Range, Rows
 from ds_hetero.values.schedule import Schedule
 

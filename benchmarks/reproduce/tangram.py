@@ -40,7 +40,8 @@ from ds_hetero.models import load_model
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.pipelines.rivals import best_grid
 from ds_hetero.planner.published.tangram import TangramVariant, plan_tangram
-from ds_hetero.planner.published.tangram.planner import Rules, compose, compose_exactly, cycle_s
+from ds_hetero.planner.published.tangram.composition import compose, compose_exactly, cycle_s
+from ds_hetero.planner.published.tangram.questions import Rules
 
 WORK = Workload(seq_len=4096)
 LAYERS, BATCH = 80, 192

@@ -31,7 +31,7 @@ from benchmarks.reproduce import zeppelin_paper as paper
 from benchmarks.reproduce.zeppelin_plot import draw
 from benchmarks.reproduce.zeppelin_setting import Setting
 from benchmarks.reproduce.zeppelin_simulator import METHODS, round_s
-from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
+from ds_hetero.planner.documents.length_distributions import DISTRIBUTIONS
 
 SEED = 3
 

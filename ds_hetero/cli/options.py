@@ -18,7 +18,7 @@ from ds_hetero.common.spelling import nearest
 from ds_hetero.errors import PlanError
 
 if TYPE_CHECKING:
-    from ds_hetero.planner.documents.for_lengths import LengthDistribution
+    from ds_hetero.planner.documents.length_distributions import LengthDistribution
 
 FILE = click.Path(path_type=Path)
 
@@ -118,7 +118,7 @@ def read_lengths(path: str) -> list[int]:
 
 def read_distribution(source: str) -> LengthDistribution:
     """A published distribution by name, or a file of lengths that are equally likely. Raises `PlanError`: neither."""
-    from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS, LengthDistribution
+    from ds_hetero.planner.documents.length_distributions import DISTRIBUTIONS, LengthDistribution
 
     if source in DISTRIBUTIONS and not is_file(source):
         return DISTRIBUTIONS[source]

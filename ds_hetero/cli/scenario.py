@@ -130,7 +130,7 @@ class Scenario(PlanScenario):
     def stage_costs(self, cluster: Cluster | None = None) -> StageCosts:
         """Return the cost model of pipelines, on this or another cluster. Raises `PlanError`: it is unknown."""
         from ds_hetero.cost.stages.hexiscale import make_stage_costs
-        from ds_hetero.planner.pipeline_search.blocks import ScheduleFinder
+        from ds_hetero.planner.pipeline_search.stage_schedules import ScheduleFinder
 
         find = ScheduleFinder()
         return make_stage_costs(self.cost_model, cluster or self.cluster, self.model, self.workload, find)

@@ -23,6 +23,7 @@ from ds_hetero.errors import PlanError
 from ds_hetero.planner.search.interchangeable import distinct_partitions, interchangeable
 from ds_hetero.planner.search.problem import Assignment, Problem
 
+# Chosen, never measured: larger problems take minutes.
 MAX_RANKS = 8
 MAX_SPLITS = 2_000_000  # of the tokens, and of the heads of one partition
 TABLE = 4_000_000  # bounds computed at a time

@@ -15,7 +15,7 @@ from ds_hetero.models import load_model
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.pipelines.rivals import best_grid
 from ds_hetero.planner.published.tangram import TangramVariant, plan_tangram
-from ds_hetero.planner.published.tangram.interface import form_islands
+from ds_hetero.planner.published.tangram.islands import form_islands
 
 RIVALS = (
     "Metis and Sailor run under `python -m benchmarks.peers`; Aceso and Alpa are not rebuilt, and the best uniform "

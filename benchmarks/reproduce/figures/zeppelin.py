@@ -10,7 +10,7 @@ from benchmarks.reproduce import zeppelin_paper as paper
 from benchmarks.reproduce.figures.figure import Figure, Paper
 from benchmarks.reproduce.zeppelin_setting import BACKWARD_COMPUTE, Setting
 from benchmarks.reproduce.zeppelin_simulator import METHODS, round_s
-from ds_hetero.planner.documents.for_lengths import BINS, DISTRIBUTIONS
+from ds_hetero.planner.documents.length_distributions import BINS, DISTRIBUTIONS
 from ds_hetero.planner.published.zeppelin import CAPACITY_OVER_MEAN, zeppelin_rings
 
 BATCHES, QUICK_BATCHES = 20, 2

@@ -147,7 +147,7 @@ def _remarks(rows: Mapping[str, JsonObject]) -> Iterator[str]:
 
 def _pipelines(scenario: Scenario, global_batch: int, as_json: bool) -> None:
     """Compare planners of pipelines, judged by one cost model."""
-    from ds_hetero.planner.pipeline_search.batches import balance_bound_s
+    from ds_hetero.planner.pipeline_search.balance_bound import balance_bound_s
     from ds_hetero.planner.pipelines.native_types import expect_trainable
     from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not
 

@@ -28,7 +28,7 @@ from ds_hetero.planner.memory import (
     read_what_if,
     stacks,
 )
-from ds_hetero.planner.memory.advice import PARTS
+from ds_hetero.planner.memory.breakdown import PARTS
 from ds_hetero.planner.memory.changes import PLANNED, Change
 from ds_hetero.planner.results.sentences import describe
 from ds_hetero.reporting.assumptions import assumed_line, assumptions

@@ -20,6 +20,8 @@ from ds_hetero.planner.document_search.unit_costs import Pieces
 
 Queue = list[tuple[float, int]]  # (load, bin), ascending
 
+# Chosen, never measured alone; `python -m benchmarks.documents plan` says how far placements with them are from the
+# ideal.
 SAME_KIND = 1.02  # bins whose costs differ by less wait in one queue
 LEAST_FRAGMENT_TOKENS = 256
 GRAINS = ((4096, 64), (0, 16))  # fragments of at least so many tokens on average are multiples of so many

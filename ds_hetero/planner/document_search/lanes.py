@@ -1,25 +1,17 @@
 """From units and tokens of every document to the lanes of a `Placement`.
 
 Documents over the same units are one lane; of those over several nodes the ones that need proxies are another. Lanes
-between nodes come first, then those inside a node, then what one unit holds alone: Zeppelin's three queues (EuroSys
+between nodes come first, then those inside a node, then the lane of each single unit: Zeppelin's three queues (EuroSys
 2026, section 3.2).
-
-Documents over all units whose nodes share the heads instead of passing keys and values on.
-
-HexiSeq's groups "rank i of every node" (arXiv:2605.07569): they trade tokens for heads by all-to-all, keys and values
-then stay inside nodes, each with its own heads, and the output comes back. With N nodes, H query and G key-value heads
-that is (H + G) / (2 G N) of what passing on sends, but it hides behind nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
 
-from ds_hetero.planner.document_search.candidates import PlacedLengths, place_everywhere
-from ds_hetero.planner.document_search.loads import Loads, loads_of
-from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts, crossing_of, in_order
+from ds_hetero.planner.document_search.candidates import PlacedLengths
+from ds_hetero.planner.document_search.crossing import crossing_of, in_order
+from ds_hetero.planner.document_search.unit_costs import UnitCosts
 from ds_hetero.values.placement import Lane, Placement, Range
 from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.splits import share
@@ -121,99 +113,3 @@ def rank_tokens(schedule: Schedule, held: Sequence[int]) -> tuple[int, ...]:
         shares = (count,) if len(weights) == 1 else share(count, weights)
         tokens |= dict(zip(group.ranks, shares, strict=True))
     return tuple(tokens[rank] for rank in schedule.ranks)
-
-
-MOST_FRAGMENTS = 3072  # of documents over all units: planning takes milliseconds with thousands of documents too
-WORTH_EXCHANGING = 0.98  # of the predicted time: less gain is not worth the waiting
-
-
-class ByHeads(NamedTuple):
-    """A placement whose documents over all units exchange heads between nodes."""
-
-    placed: PlacedLengths  # with the loads that follow
-    heads: tuple[int, ...]  # of every node
-
-
-def place_by_heads(
-    lengths: Sequence[int], best: PlacedLengths, costs: UnitCosts, num_heads: int, padding: int
-) -> ByHeads | None:
-    """The faster of ``best`` and every document over all units, if heads are exchanged; None if neither is possible.
-
-    Of thousands of documents only ``best`` is looked at.
-
-    Args:
-        best: the placement whose keys and values are passed on.
-        padding: tokens outside every document.
-    """
-    counts = set(map(len, costs.units_by_node))
-    if costs.num_nodes == 1 or len(counts) > 1 or not costs.exchange_per_receive:
-        return None
-    placements = [best]
-    if lengths and len(lengths) * len(costs.node) <= MOST_FRAGMENTS:
-        everywhere = place_everywhere(lengths, costs, sum(lengths) + padding)
-        if everywhere.loads.fits(costs):
-            placements.append(everywhere)
-    found = []
-    for placed in placements:
-        heads = _heads(placed.pieces, costs, num_heads)
-        if heads is not None:
-            loads = loads_by_heads(lengths, placed.pieces, costs, heads).with_padding(placed.padding, costs)
-            found.append(ByHeads(replace(placed, loads=loads), heads))
-    return min(found, key=lambda each: each.placed.predicted_s, default=None)
-
-
-def _heads(pieces: Sequence[Pieces], costs: UnitCosts, num_heads: int) -> tuple[int, ...] | None:
-    """Heads of every node, by its share of the tokens of documents over all units; None where there is none."""
-    held = [0] * costs.num_nodes
-    for ring in pieces:
-        if len(ring) == len(costs.node):
-            for unit, tokens in ring:
-                held[costs.node[unit]] += tokens
-    return share(num_heads, held) if any(held) else None
-
-
-def loads_by_heads(lengths: Sequence[int], pieces: Sequence[Pieces], costs: UnitCosts, heads: Sequence[int]) -> Loads:
-    """The loads of a placement whose documents over all units exchange heads.
-
-    The i-th unit of a node computes its node's share of the heads for the tokens of the i-th units of all nodes.
-    """
-    units = range(len(costs.node))
-    slots = list(zip(*costs.units_by_node, strict=True))
-    others = [(n, ring) for n, ring in zip(lengths, pieces, strict=True) if len(ring) < len(costs.node)]
-    loads = loads_of([n for n, _ in others], [ring for _, ring in others], costs)
-    tokens, attention_s, fragments_s = list(loads.tokens), list(loads.attention_s), list(loads.fragments_s)
-    inside_s, sent, received = [0.0] * len(units), [0.0] * len(units), [0.0] * len(units)
-    shares = [of_node / sum(heads) for of_node in heads]
-    for length, ring in zip(lengths, pieces, strict=True):
-        if len(ring) < len(costs.node):
-            continue
-        held = dict(ring)
-        for slot in slots:
-            together = sum(held[unit] for unit in slot)
-            for unit in slot:
-                node, of_heads = costs.node[unit], shares[costs.node[unit]]
-                tokens[unit] += held[unit]
-                attention_s[unit] += together * of_heads * length * costs.square_s[unit]
-                fragments_s[unit] += costs.fragment_rows * of_heads * length * costs.square_s[unit]
-                inside_s[unit] += (length - together) * of_heads * costs.receive_s[node]
-                sent[unit] += held[unit] * (1 - of_heads)
-                received[unit] += (together - held[unit]) * of_heads
-    return replace(
-        loads,
-        tokens=tuple(tokens),
-        linear_s=tuple(count * s for count, s in zip(tokens, costs.token_s, strict=True)),
-        attention_s=tuple(attention_s),
-        fragments_s=tuple(fragments_s),
-        received_s=tuple(a + b for a, b in zip(loads.received_s, inside_s, strict=True)),
-        exchange_s=max(_exchange_s(sent, costs), _exchange_s(received, costs)),
-    )
-
-
-def _exchange_s(tokens: Sequence[float], costs: UnitCosts) -> float:
-    """Time of all-to-alls in which units send, or receive, all heads of so many tokens."""
-    slowest_s = 0.0
-    for node, units in enumerate(costs.units_by_node):
-        slowest_s = max(slowest_s, sum(tokens[unit] for unit in units) * costs.cross_s[node])
-        if costs.link_s:
-            slowest_s = max(slowest_s, max(tokens[unit] for unit in units) * costs.link_s[node])
-    return slowest_s * costs.exchange_per_receive

@@ -2,8 +2,6 @@
 
 In the stream an interval needs the keys of its first document from that document's start, and of all others only its
 own; so loads follow from the ends of the intervals, however many documents there are.
-
-Traffic of one layer for a placement, by kind of link, counted by the table that the engine sends by.
 """
 
 from __future__ import annotations
@@ -12,10 +10,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from ds_hetero.planner.document_search.lanes import loads_by_heads
+from ds_hetero.planner.document_search.by_heads import loads_by_heads
+from ds_hetero.planner.document_search.crossing import crossing_of, in_order
 from ds_hetero.planner.document_search.loads import Loads, crossing_s, loads_of
 from ds_hetero.planner.document_search.remapping import loads_with_moves
-from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts, crossing_of, in_order
+from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
 from ds_hetero.values.placement import Lane, Placement, Range
 
 

@@ -26,10 +26,12 @@ from ds_hetero.planner.document_search.unit_costs import UnitCosts, members_by_n
 from ds_hetero.values.placement import Placement, TokenMove
 from ds_hetero.values.splits import share
 
-BISECTIONS = 60
-ROUNDING = 1 + 1e-12
-WORTH_MOVING = 0.9  # of the predicted time: four more exchanges a block, and predictions have been 10 % off
-LEAST_S = 1e-6  # of a token outside attention, where only attention counts
+BISECTIONS = 60  # of a time, to the last bits of a number
+ROUNDING = 1 + 1e-12  # a time that is longer by less is the same
+# Share of the predicted time that is left with moves, at most: they are four more exchanges a block, and predictions
+# have been 10 % off. Chosen, never measured.
+WORTH_MOVING = 0.9
+LEAST_S = 1e-6  # of a token outside attention, where only attention counts; chosen, never measured
 
 
 class TokenTransfer(NamedTuple):

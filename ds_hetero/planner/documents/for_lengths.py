@@ -3,22 +3,18 @@
 A schedule for one long sequence may group all ranks, and then every document goes over all of them. So candidates are
 judged by the mean predicted time of batches that are placed on their units: the search's schedule for one sequence,
 every rank a unit of its own, and all uniform meshes.
-
-Lengths of documents: the distributions that Zeppelin publishes (EuroSys 2026, Table 2), and batches drawn from them.
-
-A distribution is shares of documents by length. Within a bin lengths are spread evenly over the logarithm.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.errors import BatchError, PlanError
-from ds_hetero.planner.document_search.loads import ideal_s, unit_costs
+from ds_hetero.planner.document_search.calibrated_costs import unit_costs
+from ds_hetero.planner.document_search.loads import ideal_s
 from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.documents.placing import place_documents
 from ds_hetero.planner.documents.summary import documents_of
@@ -27,47 +23,6 @@ from ds_hetero.planner.results.sentences import describe
 from ds_hetero.planner.strategies import strategy
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.schedule import Schedule
-
-KIB = 1024
-BINS = ((64, KIB), *((KIB << i, KIB << (i + 1)) for i in range(8)))  # <1K, 1-2K, 2-4K ... 128-256K tokens
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LengthDistribution:
-    """Shares of documents by length."""
-
-    name: str  # for people
-    bins: tuple[tuple[int, int], ...]  # ``(least, most)`` tokens of every bin
-    shares: tuple[float, ...]  # of documents, by bin; they need not sum to 1
-
-    @classmethod
-    def of_lengths(cls, name: str, lengths: Sequence[int]) -> LengthDistribution:
-        """The distribution in which every one of ``lengths`` is as likely as the others."""
-        return cls(name=name, bins=tuple((n, n) for n in lengths), shares=(1.0,) * len(lengths))
-
-    def length(self, generator: random.Random) -> int:
-        """Draw one document."""
-        least, most = generator.choices(self.bins, self.shares)[0]
-        return int(least * (most / least) ** generator.random())
-
-    def batch(self, tokens: int, generator: random.Random) -> list[int]:
-        """Draw documents that fill a row of ``tokens`` tokens, in random order; the last one is cut off."""
-        lengths: list[int] = []
-        while tokens:
-            lengths.append(min(self.length(generator), tokens))
-            tokens -= lengths[-1]
-        return lengths
-
-
-DISTRIBUTIONS = {
-    name: LengthDistribution(name=name, bins=BINS, shares=shares)
-    for name, shares in (
-        ("arxiv", (0.032, 0.03, 0.08, 0.219, 0.338, 0.224, 0.077, 0.0, 0.0)),
-        ("github", (0.0, 0.34, 0.095, 0.104, 0.107, 0.102, 0.088, 0.064, 0.045)),
-        ("prolong64k", (0.231, 0.042, 0.021, 0.012, 0.013, 0.008, 0.673, 0.0, 0.0)),
-    )
-}
-
 
 SAME = 1.001  # a candidate that is not faster by more than this loses to one before it
 

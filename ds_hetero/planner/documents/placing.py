@@ -1,7 +1,4 @@
-"""The planner of documents: from the documents of a batch to its placement, on every rank alike.
-
-Ways to place documents, by name: the planner's, published planners', and every document over all units.
-"""
+"""The planner of documents: from the documents of a batch to its placement, on every rank alike."""
 
 from __future__ import annotations
 
@@ -13,8 +10,10 @@ from math import inf, sqrt
 from ds_hetero.common.text import listed
 from ds_hetero.errors import BatchError, ScheduleError
 from ds_hetero.planner.document_search.bins import LEAST_FRAGMENT_TOKENS
+from ds_hetero.planner.document_search.by_heads import WORTH_EXCHANGING, place_by_heads
 from ds_hetero.planner.document_search.candidates import place_everywhere, place_lengths, with_padding
-from ds_hetero.planner.document_search.lanes import WORTH_EXCHANGING, make_placement, place_by_heads
+from ds_hetero.planner.document_search.crossing import crossing_of, in_order
+from ds_hetero.planner.document_search.lanes import make_placement
 from ds_hetero.planner.document_search.loads import loads_of
 from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.document_search.remapping import (
@@ -24,9 +23,8 @@ from ds_hetero.planner.document_search.remapping import (
     remapped,
     with_held_tokens,
 )
-from ds_hetero.planner.document_search.two_level import over_all_units
-from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts, crossing_of, in_order
-from ds_hetero.planner.published.registry import PLANNERS, find_planner
+from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
+from ds_hetero.planner.published.registry import find_planner
 from ds_hetero.values.placement import Placement, Range, RemapWish, Rows, TokenMove, stream_placement
 from ds_hetero.values.schedule import Schedule
 
@@ -265,9 +263,3 @@ def check_memory(length: int, costs: UnitCosts) -> None:
             f"{sum(costs.most_tokens):,} tokens, by unit {limits}. Use shorter rows, more ranks, or activation "
             "checkpointing."
         )
-
-
-def placement_strategies() -> dict[str, Callable[[Sequence[int], UnitCosts], list[Pieces]]]:
-    """Return those beside the planner's own, by name; each takes lengths of documents and costs of units."""
-    published = {planner.name: planner.documents for planner in PLANNERS if planner.documents is not None}
-    return {**published, "everywhere": over_all_units}

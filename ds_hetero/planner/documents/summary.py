@@ -10,21 +10,16 @@ from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.calibrated import CalibratedCostModel
 from ds_hetero.errors import HeteroError, PlanError
 from ds_hetero.planner.document_search.bins import LEAST_FRAGMENT_TOKENS
+from ds_hetero.planner.document_search.by_heads import place_by_heads
+from ds_hetero.planner.document_search.calibrated_costs import kv_bytes, unit_costs
 from ds_hetero.planner.document_search.candidates import place_lengths
-from ds_hetero.planner.document_search.lanes import place_by_heads
-from ds_hetero.planner.document_search.loads import (
-    Loads,
-    exchange_bytes,
-    ideal_s,
-    kv_bytes,
-    loads_of,
-    ring_bytes,
-    unit_costs,
-)
+from ds_hetero.planner.document_search.loads import Loads, ideal_s, loads_of
 from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
 from ds_hetero.planner.document_search.remapping import place_remapped
+from ds_hetero.planner.document_search.traffic import exchange_bytes, ring_bytes
 from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
-from ds_hetero.planner.documents.placing import place_documents, placement_strategies
+from ds_hetero.planner.documents.placing import place_documents
+from ds_hetero.planner.documents.strategies import placement_strategies
 from ds_hetero.values.placement import Placement, Range, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
 
@@ -35,7 +30,7 @@ class DocumentsReport:
 
     Args:
         bytes_by_link: what the ranks send of keys, values and their gradients in one block, by
-            `ds_hetero.planner.document_search.loads.LINK_KINDS`.
+            `ds_hetero.planner.document_search.traffic.LINK_KINDS`.
     """
 
     placement: Placement  # of the row

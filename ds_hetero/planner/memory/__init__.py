@@ -1,7 +1,8 @@
 """Does a training fit into memory, up to which length, and what would make it fit? Imports no torch."""
 
-from ds_hetero.planner.memory.advice import Advice, Stack, advise, stacks
+from ds_hetero.planner.memory.advice import Advice, advise
 from ds_hetero.planner.memory.best import Fitted, best_schedule, longest_sequence
+from ds_hetero.planner.memory.breakdown import Stack, stacks
 from ds_hetero.planner.memory.changes import Change
 from ds_hetero.planner.memory.what_if import read_what_if
 

@@ -1,41 +1,15 @@
 """Micro-batches of pipelines that take ``fill + (m - 1) period`` seconds for m of them, so that the last ends soonest.
 
 Every pipeline trains at least one micro-batch, and all together exactly the global batch.
-
-A step that no plan of pipelines undercuts.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Sequence
 from math import floor
 
-import numpy as np
-
-from ds_hetero.cost.stages.stage import NO_SYNC, StageCosts
-from ds_hetero.planner.pipeline_search.blocks import sizes_up_to
-
-
-def balance_bound_s(costs: StageCosts, global_batch: int, sizes: tuple[int, ...] = (1, 2, 4)) -> float:
-    """Return the step at perfect balance with free communication: all layers of all samples over the sum of speeds.
-
-    A device is as fast as in the most efficient block that it can be part of.
-    """
-    layers_per_s = 0.0
-    for pool in costs.pools.pools:
-        best_s = np.inf
-        for size, samples in itertools.product(sizes_up_to(len(pool.ranks)), sizes):
-            for inner in ("one",) if size == 1 else ("tensor", "sequence"):
-                option = costs.stage(pool.kind, size, inner, samples, costs.cluster.num_ranks)
-                if option is not None:
-                    best_s = min(best_s, option.layer_s * size / samples)
-        layers_per_s += len(pool.ranks) / best_s
-    return costs.step_s(global_batch * costs.model.num_layers / layers_per_s, NO_SYNC, 0.0)
-
-
-TOLERANCE = 1e-9
+TOLERANCE = 1e-9  # of a time, for micro-batches that just fit; less is rounding
 
 
 def batch_bound_s(fill_s: Sequence[float], period_s: Sequence[float], sizes: Sequence[int], samples: int) -> float:
@@ -102,9 +76,10 @@ def _mixed(
     bound_s: float, fill_s: Sequence[float], period_s: Sequence[float], sizes: Sequence[int], samples: int
 ) -> list[int] | None:
     """The least limit under which exactly ``samples`` can be made up, by bisection."""
+    # First upwards to a limit that is wide enough: 1.1^40 is 45 times the bound. Chosen, never measured.
     low, high = bound_s, bound_s
     chosen = None
-    for _ in range(40):  # the limit at which some pipeline could do all of it is enough
+    for _ in range(40):
         chosen = _make_up(_within(high, fill_s, period_s), sizes, samples)
         if chosen is not None:
             break
@@ -114,7 +89,10 @@ def _mixed(
     while high - low > TOLERANCE * high:
         middle = (low + high) / 2
         counts = _make_up(_within(middle, fill_s, period_s), sizes, samples)
-        low, high, chosen = (low, middle, counts) if counts is not None else (middle, high, chosen)
+        if counts is None:
+            low = middle
+        else:
+            high, chosen = middle, counts
     return chosen
 
 

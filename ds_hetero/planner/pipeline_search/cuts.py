@@ -18,10 +18,11 @@ import numpy as np
 from ds_hetero.common.arrays import Floats, Ints
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes
 from ds_hetero.cost.stages.stage import DeviceBlock, StageCosts, StageOption
-from ds_hetero.planner.pipeline_search.blocks import hops_s, links_between, stage_options
+from ds_hetero.planner.pipeline_search.block_times import hops_s, links_between, stage_options
 
-HEAD_FORWARD = 1 / 3  # of embedding and head: one product of three
-TOLERANCE = 1e-9  # of a period, for layers that just fit
+HEAD_FORWARD = 1 / 3  # share of the forward in the time of embedding and head: one matmul of three
+TOLERANCE = 1e-9  # of a period, for layers that just fit; less is rounding
+# Chosen, never measured alone; `python -m benchmarks.pipelines_planner exact` compares plans with the optimum.
 PERIODS = 96  # shortest periods that are all tried; of longer ones about as many
 GIVERS, TAKERS = 6, 8  # stages between which single layers are moved
 POLISHED = (4, 24, 128)  # micro-batches for which single layers are moved

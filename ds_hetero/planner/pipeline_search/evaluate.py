@@ -13,14 +13,17 @@ from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, PlacedPipeline, St
 from ds_hetero.planner.pipeline_search.batches import batch_bound_s, split_global_batch
 from ds_hetero.planner.pipeline_search.cuts import LayerCut, LayerCuts
 
-BOUND_S = 2e-5  # what a look at the bound of a candidate takes
-BOUND_PIPELINE_S = 2e-6
-FULL_S = 2e-4  # what the rest of an evaluation takes
-FULL_PIPELINE_S = 2e-5
-SOLVE_S = 4e-4  # what the cuts of one pipeline take
-SOLVE_STAGE_S = 3e-5
-FIT_S = 1e-2  # what fitting the owners of optimizer state to memory takes
-ACTION_S = 2.5e-6  # what the last word takes for a forward and a backward
+# Seconds by which the search counts its effort, so that it ends alike on every machine. From times on one machine,
+# without a record; `python -m benchmarks.pipelines_planner growth` says the CPU seconds that a search takes with
+# them.
+BOUND_S = 2e-5  # of a look at the bound of a candidate
+BOUND_PIPELINE_S = 2e-6  # and of each of its pipelines
+FULL_S = 2e-4  # of the rest of an evaluation
+FULL_PIPELINE_S = 2e-5  # and of each pipeline
+SOLVE_S = 4e-4  # of the cuts of one pipeline
+SOLVE_STAGE_S = 3e-5  # and of each of its stages
+FIT_S = 1e-2  # of fitting the owners of optimizer state to memory
+ACTION_S = 2.5e-6  # of the last word on a forward and a backward
 
 
 class Shape(NamedTuple):

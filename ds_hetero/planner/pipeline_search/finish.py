@@ -9,15 +9,17 @@ from itertools import accumulate
 
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, StageCosts
-from ds_hetero.planner.pipeline_search.blocks import ranks_of_blocks, stage_options
+from ds_hetero.planner.pipeline_search.block_ranks import ranks_of_blocks
+from ds_hetero.planner.pipeline_search.block_times import stage_options
 from ds_hetero.planner.pipeline_search.cuts import LayerCut
 from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate, Shape
 from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage, ZeroOwners
 from ds_hetero.values.plans.timetable import default_in_flight
 from ds_hetero.values.schedule import Schedule
 
-MORE_IN_FLIGHT = (1, 3)  # beyond 1F1B's own
-LEAST_KEEPING_GAIN = 1e-3  # of a pipeline's time, for which a stage keeps more
+# Chosen, never measured.
+MORE_IN_FLIGHT = (1, 3)  # micro-batches beyond 1F1B's own that are tried
+LEAST_KEEPING_GAIN = 1e-3  # of a pipeline's time, for which a stage keeps activations of more micro-batches
 NEAR_CRITICAL_FRACTION = 0.9  # of the slowest pipeline's time, from which on a pipeline may keep more
 
 

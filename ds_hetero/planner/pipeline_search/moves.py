@@ -1,84 +1,17 @@
-"""Neighbours of a plan: every move changes the blocks of one or two pipelines, or of all pipelines of one makeup.
-
-Stages of sequence parallelism over unlike devices: neighbours of a plan in which two stages are one.
-
-Two stages that become one compute as fast as both together did. What they save is one place in the pipeline: less
-filling and draining, one hop less. What they pay is the exchange of every layer. So a join is tried where the exchange,
-at least the smaller side's queries once per pass, takes less than the filling that the plan has, the cheapest exchange
-first. Every join has a schedule of its own, whose search takes longer than any other move, so few are tried.
-"""
+"""Neighbours of a plan: every move changes the blocks of one or two pipelines, or of all pipelines of one makeup."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ds_hetero.cost.stages.stage import DeviceBlock, PoolPart, Pools, StageCosts
-from ds_hetero.planner.pipeline_search.blocks import MAX_SIZE, block_of, idle_devices
-from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate, Shape, Shapes
+from ds_hetero.cost.stages.stage import DeviceBlock, Pools
+from ds_hetero.planner.pipeline_search.block_ranks import idle_devices
+from ds_hetero.planner.pipeline_search.blocks import MAX_SIZE, block_of, sizes_up_to
+from ds_hetero.planner.pipeline_search.evaluate import Shape, Shapes
 
-PASSES = 3  # forward, and twice as much in the backward
-ELEMENT_BYTES = 2
-
-
-def joins(costs: StageCosts, plan: PlanCandidate) -> Iterator[tuple[Shape, ...]]:
-    """Yield plans in which two stages of one makeup's pipelines share sequences, cheapest exchange first."""
-    found: dict[tuple[object, ...], tuple[float, tuple[Shape, ...]]] = {}
-    for shape, cut, number in zip(plan.shapes, plan.cuts, plan.micro_batches, strict=True):
-        filling_s = cut.time_s(number) - number * cut.period_s
-        for a, block in enumerate(shape.blocks):
-            for c in range(a + 1, len(shape.blocks)):
-                other = shape.blocks[c]
-                if block.size + other.size > MAX_SIZE or (shape.blocks, a, c) in found:
-                    continue
-                exchange_s = _exchange_s(costs, block, other, shape.micro_batch_size)
-                if exchange_s * (cut.layers[a] + cut.layers[c]) * number >= filling_s:
-                    continue
-                joined = (*shape.blocks[:a], _joined(block, other), *shape.blocks[a + 1 : c], *shape.blocks[c + 1 :])
-                shapes = tuple(old._replace(blocks=joined) if old == shape else old for old in plan.shapes)
-                found[shape.blocks, a, c] = exchange_s, shapes
-    for _, shapes in sorted(found.values(), key=lambda each: each[0]):
-        yield shapes
-
-
-def _exchange_s(costs: StageCosts, a: DeviceBlock, b: DeviceBlock, micro_batch_size: int) -> float:
-    """Least time of a layer's exchange between two blocks, over their slowest link and all its ports."""
-    cluster = costs.cluster
-    links = [cluster.link_classes[cluster.link_class[mine.node, theirs.node]] for mine in a.parts for theirs in b.parts]
-    share, ports = min(a.size, b.size) / (a.size + b.size), min(a.size, b.size)
-    volume = micro_batch_size * costs.seq_len * costs.model.hidden_size * ELEMENT_BYTES * share
-    slowest = min(link.bytes_per_s for link in links)
-    return float(PASSES * volume / ports / slowest)
-
-
-def _joined(a: DeviceBlock, b: DeviceBlock) -> DeviceBlock:
-    counts: dict[tuple[int, int], int] = {}
-    for part in (*a.parts, *b.parts):
-        counts[part.kind, part.node] = counts.get((part.kind, part.node), 0) + part.size
-    if len(counts) == 1:
-        return DeviceBlock(a.kind, a.node, a.size + b.size, "sequence")
-    return DeviceBlock.of_parts([PoolPart(kind, node, size) for (kind, node), size in counts.items()])
-
-
-def mixed_nodes(costs: StageCosts) -> Iterator[list[tuple[DeviceBlock, ...]]]:
-    """Yield pipelines whose stages are whole nodes that share sequences, where a node has devices of several kinds."""
-    of_node: dict[int, list[PoolPart]] = {}
-    for pool in costs.pools.pools:
-        of_node.setdefault(pool.node, []).append(PoolPart(pool.kind, pool.node, len(pool.ranks)))
-    nodes = list(of_node.values())
-    if all(len(parts) == 1 for parts in nodes) or max(sum(p.size for p in parts) for parts in nodes) > MAX_SIZE:
-        return
-    blocks = [
-        DeviceBlock.of_parts(parts) if sum(part.size for part in parts) > 1 else DeviceBlock(*parts[0], "one")
-        for parts in nodes
-    ]
-    count = 1
-    while count <= len(blocks):
-        yield [tuple(blocks[lane::count]) for lane in range(count)]
-        count *= 2
-
-
+# Chosen, never measured alone; `python -m benchmarks.pipelines_planner growth` says the gap to the bound with them.
 ALL_PIPELINES = 12  # up to so many pipelines, all are changed in turn; of more, a sample
 PARTNERS = 6  # pipelines that one exchanges blocks with
 
@@ -94,44 +27,64 @@ def neighbouring_plans(
         inners: ways in which blocks of several devices may share their work.
         rng: draws the pipelines to change, where there are many.
     """
-    count = len(shapes)
-    drawn = range(count) if count <= ALL_PIPELINES else rng.permutation(count)[:ALL_PIPELINES].tolist()
     alike = _alike(shapes)
-    for i in drawn:
-        blocks = shapes[i].blocks
-        for edit in _own_edits(blocks, inners):
-            yield _with(shapes, {i: edit})
+    for i in _drawn(len(shapes), ALL_PIPELINES, rng):
         same = alike[_makeup(shapes[i])]
+        for blocks in _own_edits(shapes[i].blocks, inners):
+            yield _with(shapes, {i: blocks})
         if len(same) > 1:
-            every = [list(_own_edits(shapes[j].blocks, inners)) for j in same]
-            for edits in zip(*every, strict=False) if len({len(edits) for edits in every}) == 1 else ():
-                yield _with(shapes, dict(zip(same, edits, strict=True)))
+            yield from _edits_of_alike(shapes, same, inners)
         yield from _exchanges(shapes, i, rng)
         yield from _take_idle(shapes, i, pools, inners)
-        for at in range(1, len(blocks)):
-            parts = Shape(blocks[:at], shapes[i].micro_batch_size), Shape(blocks[at:], shapes[i].micro_batch_size)
-            yield shapes[:i] + parts + shapes[i + 1 :]
+        yield from _divisions(shapes, i)
         for size in sizes:
             if size != shapes[i].micro_batch_size:
-                yield tuple(
-                    shape._replace(micro_batch_size=size) if j in same else shape for j, shape in enumerate(shapes)
-                )
+                yield _with_size(shapes, same, size)
     for size in sizes:
-        yield tuple(shape._replace(micro_batch_size=size) for shape in shapes)
+        yield _with_size(shapes, range(len(shapes)), size)
+
+
+def _drawn(count: int, most: int, rng: np.random.Generator) -> Sequence[int]:
+    """All numbers below ``count``; of more than ``most`` a sample."""
+    return range(count) if count <= most else rng.permutation(count)[:most].tolist()
+
+
+def _with_size(shapes: Shapes, pipelines: Container[int], size: int) -> Shapes:
+    """The plan with micro-batches of ``size`` samples in some pipelines."""
+    return tuple(shape._replace(micro_batch_size=size) if i in pipelines else shape for i, shape in enumerate(shapes))
+
+
+def _edits_of_alike(shapes: Shapes, same: Sequence[int], inners: Sequence[str]) -> Iterator[Shapes]:
+    """The same edit in all pipelines of one makeup."""
+    edits_of = [list(_own_edits(shapes[j].blocks, inners)) for j in same]
+    # Pipelines of one makeup over other nodes may have fewer twins, and so other edits: these do not correspond.
+    if len({len(edits) for edits in edits_of}) > 1:
+        return
+    for edits in zip(*edits_of, strict=True):
+        yield _with(shapes, dict(zip(same, edits, strict=True)))
+
+
+def _divisions(shapes: Shapes, i: int) -> Iterator[Shapes]:
+    """A pipeline in two, wherever it can be cut."""
+    blocks, size = shapes[i].blocks, shapes[i].micro_batch_size
+    for at in range(1, len(blocks)):
+        yield (*shapes[:i], Shape(blocks[:at], size), Shape(blocks[at:], size), *shapes[i + 1 :])
 
 
 Makeup = tuple[tuple[object, ...], ...]
 
 
 def _makeup(shape: Shape) -> Makeup:
-    return tuple(
-        (block.kind, block.size, block.inner, *((part.kind, part.size) for part in block.others))
-        for block in shape.blocks
-    )
+    """Kinds and sizes of a pipeline's blocks in order, without their nodes."""
+    makeup: list[tuple[object, ...]] = []
+    for block in shape.blocks:
+        others = [(part.kind, part.size) for part in block.others]
+        makeup.append((block.kind, block.size, block.inner, *others))
+    return tuple(makeup)
 
 
 def _alike(shapes: Shapes) -> dict[Makeup, list[int]]:
-    """Pipelines by makeup: kinds and sizes of their blocks in order."""
+    """Pipelines by makeup."""
     alike: dict[Makeup, list[int]] = {}
     for i, shape in enumerate(shapes):
         alike.setdefault(_makeup(shape), []).append(i)
@@ -148,21 +101,26 @@ def _own_edits(blocks: Blocks, inners: Sequence[str]) -> Iterator[Blocks]:
     """Split, merge, drop or reorder blocks of one pipeline, or run one in another way."""
     for a, block in enumerate(blocks):
         before, after = blocks[:a], blocks[a + 1 :]
+        # In two: a block of several pools by pool, others in halves. Or the same devices with another inner
+        # parallelism.
         if block.others:
             yield before + separated(block) + after
         elif block.size > 1:
-            half = _resized(block, block.size // 2)
-            yield before + (half, _resized(block, block.size - block.size // 2)) + after
+            half = block.size // 2
+            yield (*before, _resized(block, half), _resized(block, block.size - half), *after)
             for inner in inners:
                 if inner != block.inner:
-                    yield before + (block._replace(inner=inner),) + after
+                    yield (*before, block._replace(inner=inner), *after)
+        # Idle.
         yield before + after
+        # As one with an equal block.
         twin = next((c for c in range(a + 1, len(blocks)) if blocks[c] == block), None)
         if twin is not None and 2 * block.size <= MAX_SIZE and not block.others:
-            yield before + (_resized(block, 2 * block.size),) + blocks[a + 1 : twin] + blocks[twin + 1 :]
+            yield (*before, _resized(block, 2 * block.size), *blocks[a + 1 : twin], *blocks[twin + 1 :])
+        # In the place of a later one.
         for c in range(a + 1, len(blocks)):
             if blocks[c] != block:
-                yield before + (blocks[c],) + blocks[a + 1 : c] + (block,) + blocks[c + 1 :]
+                yield (*before, blocks[c], *blocks[a + 1 : c], block, *blocks[c + 1 :])
 
 
 def separated(block: DeviceBlock) -> Blocks:
@@ -171,45 +129,51 @@ def separated(block: DeviceBlock) -> Blocks:
 
 
 def _resized(block: DeviceBlock, size: int) -> DeviceBlock:
-    inner = "one" if size == 1 else "tensor" if block.inner == "one" else block.inner
-    return block._replace(size=size, inner=inner)
+    """The block with another number of devices; one that was a single device gets tensor parallelism."""
+    if size == 1:
+        return block._replace(size=size, inner="one")
+    return block._replace(size=size, inner="tensor" if block.inner == "one" else block.inner)
 
 
 def _exchanges(shapes: Shapes, i: int, rng: np.random.Generator) -> Iterator[Shapes]:
     """Move a block to another pipeline, swap two, or join the pipelines."""
-    count, blocks = len(shapes), shapes[i].blocks
-    others = range(count) if count <= PARTNERS else rng.permutation(count)[:PARTNERS].tolist()
-    for j in others:
+    blocks = shapes[i].blocks
+    for j in _drawn(len(shapes), PARTNERS, rng):
         if j == i:
             continue
         theirs = shapes[j].blocks
         for a, block in enumerate(blocks):
-            without = blocks[:a] + blocks[a + 1 :]
-            beside = next((c for c, other in enumerate(theirs) if other.node == block.node), len(theirs))
-            for at in sorted({0, beside, len(theirs)}):
-                yield _with(shapes, {i: without, j: theirs[:at] + (block,) + theirs[at:]})
-            if j > i:
+            before, after = blocks[:a], blocks[a + 1 :]
+            # First, last, or before the first block of the same node.
+            same_node = next((c for c, other in enumerate(theirs) if other.node == block.node), len(theirs))
+            for at in sorted({0, same_node, len(theirs)}):
+                yield _with(shapes, {i: before + after, j: (*theirs[:at], block, *theirs[at:])})
+            if j > i:  # every two pipelines swap once
                 for c, other in enumerate(theirs):
                     if other != block:
-                        swapped = blocks[:a] + (other,) + blocks[a + 1 :]
-                        yield _with(shapes, {i: swapped, j: theirs[:c] + (block,) + theirs[c + 1 :]})
+                        ours = (*before, other, *after)
+                        yield _with(shapes, {i: ours, j: (*theirs[:c], block, *theirs[c + 1 :])})
         yield _with(shapes, {i: blocks + theirs, j: ()})
 
 
 def _take_idle(shapes: Shapes, i: int, pools: Pools, inners: Sequence[str]) -> Iterator[Shapes]:
     """Give idle devices to a pipeline: as a block of their own, beside equal ones, or instead of others."""
-    blocks = shapes[i].blocks
-    for pool, idle in zip(pools.pools, idle_devices(pools, [shape.blocks for shape in shapes]), strict=True):
-        size = min(1 << (idle.bit_length() - 1), MAX_SIZE) if idle else 0
-        while size:
+    idle = idle_devices(pools, [shape.blocks for shape in shapes])
+    for pool, num_idle in zip(pools.pools, idle, strict=True):
+        for size in reversed(sizes_up_to(num_idle)):
             for inner in inners if size > 1 else inners[:1]:
-                new = block_of(pool, size, inner)
-                for at in range(len(blocks) + 1):
-                    yield _with(shapes, {i: blocks[:at] + (new,) + blocks[at:]})
-                for a, block in enumerate(blocks):
-                    if block == new and 2 * size <= MAX_SIZE:
-                        yield _with(shapes, {i: blocks[:a] + (_resized(block, 2 * size),) + blocks[a + 1 :]})
-                    elif block != new:
-                        yield _with(shapes, {i: blocks[:a] + (new,) + blocks[a + 1 :]})
+                for blocks in _with_block(shapes[i].blocks, block_of(pool, size, inner)):
+                    yield _with(shapes, {i: blocks})
             yield (*shapes, Shape((block_of(pool, size, inners[0]),), shapes[i].micro_batch_size))
-            size //= 2
+
+
+def _with_block(blocks: Blocks, new: DeviceBlock) -> Iterator[Blocks]:
+    """A further block at every place of a pipeline, as one with an equal block, or instead of another one."""
+    for at in range(len(blocks) + 1):
+        yield (*blocks[:at], new, *blocks[at:])
+    for a, block in enumerate(blocks):
+        before, after = blocks[:a], blocks[a + 1 :]
+        if block != new:
+            yield (*before, new, *after)
+        elif 2 * new.size <= MAX_SIZE:
+            yield (*before, _resized(block, 2 * new.size), *after)

@@ -20,11 +20,14 @@ import numpy as np
 
 from ds_hetero.planner.pipeline_search.cuts import LayerCut, make_cut
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate, Shape, Shapes
-from ds_hetero.planner.pipeline_search.moves import joins, mixed_nodes, neighbouring_plans
-from ds_hetero.planner.pipeline_search.starts import first_plans, own_degrees, uniform_grids
+from ds_hetero.planner.pipeline_search.joins import joins, mixed_nodes
+from ds_hetero.planner.pipeline_search.moves import neighbouring_plans
+from ds_hetero.planner.pipeline_search.own_degrees import own_degrees
+from ds_hetero.planner.pipeline_search.starts import first_plans
+from ds_hetero.planner.pipeline_search.uniform_grids import uniform_grids
 
-GIVERS = 3  # busiest stages that give a layer away
-LEAST_REFINED_GAIN = 1e-6
+GIVERS = 3  # busiest stages that give a layer away; chosen, never measured
+LEAST_REFINED_GAIN = 1e-6  # of a plan's value, that the last moves of layers must save; less is rounding
 
 
 def refine_plan(evaluate: Evaluator, plan: PlanCandidate, effort_s: float) -> PlanCandidate:
@@ -81,10 +84,7 @@ Progress = Callable[[PlanCandidate, float], None]
 # 6 % in the mean with a `STARTS_SHARE` of 0.05, by 1 % with 0.6, by 3 % with a `KICK_BEST` of 1, by 0.01 % with 8
 # `KICK_MOVES`. No plan changes with 2 or 32 `KEPT`, 2 or 40 `KICK_TRIES`, a `KICK_LOSS` of 1.05 or 4, or a
 # `LAST_WORD` on 1 or 32 plans.
-FEW_RANKS = 8  # devices up to which a wide search is cheap
 KEPT = 8  # starts that are refined
-START_BLOCK_S = 4e-7  # what it takes to make a start, per block
-DEGREES_S = 4e-4  # what choosing the sizes of blocks of one makeup of pipelines takes
 STARTS_SHARE = 0.25  # of the effort
 STARTS_SHARE_OF_MANY = 0.6  # above `MANY_FOR_BLOCK_MOVES` devices, where moves of single blocks gain little
 MANY_FOR_BLOCK_MOVES = 128
@@ -92,12 +92,19 @@ KICK_BEST = 0.5  # share of the restarts that begin at the best plan, others at 
 KICK_MOVES = 3  # random moves of a restart, at most
 KICK_TRIES = 10  # neighbours that are looked at for one of them
 KICK_LOSS = 1.5  # value that a random move may lead to, in that of the best plan
-LAST_WORD = 8
+LAST_WORD = 8  # plans that the cost model's last word is asked about
 LAST_WORD_SHARE = 0.1  # of the effort, on top of it
-MOST_LAST_WORD = 2.0  # times that share, where single pipelines have thousands of micro-batches' actions
-LEAST_PLAN_GAIN = 1e-9
-JOINS = 6  # stages of unlike devices that share sequences which are tried
-JOIN_S = 0.05  # what finding the schedule of one takes
+
+# Chosen, never measured.
+FEW_RANKS = 8  # devices up to which a wide search is cheap
+MOST_LAST_WORD = 2.0  # times `LAST_WORD_SHARE`, where single pipelines have thousands of micro-batches' actions
+LEAST_PLAN_GAIN = 1e-9  # of a plan's value; less is rounding
+JOINS = 6  # plans with stages of unlike devices that share sequences which are tried
+
+# Seconds by which the search counts its effort, see `evaluate.BOUND_S`.
+START_BLOCK_S = 4e-7  # of making a start, by block
+DEGREES_S = 4e-4  # of choosing the sizes of blocks of one makeup of pipelines
+JOIN_S = 0.05  # of finding the schedule of a stage of unlike devices
 
 
 def default_effort_s(num_ranks: int) -> float:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.common.units import GIB
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, StageCosts, StageOption
-from ds_hetero.planner.pipeline_search.blocks import block_of, links_between, stage_options
+from ds_hetero.planner.pipeline_search.block_times import links_between, stage_options
+from ds_hetero.planner.pipeline_search.blocks import block_of
 from ds_hetero.planner.pipeline_search.cuts import LayerCut
 from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate
 from ds_hetero.planner.pipeline_search.finish import Finished, memory_bytes
 
-CLOSE = 0.02  # of the period: what is this near to it decides it
+CLOSE = 0.02  # of the period: a stage or link this near to it is named as its reason; chosen, never measured
 
 
 def block_text(costs: StageCosts, block: DeviceBlock) -> str:

@@ -14,9 +14,10 @@ from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, P
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.pipeline_search.blocks import ScheduleFinder, stage_options
+from ds_hetero.planner.pipeline_search.block_times import stage_options
 from ds_hetero.planner.pipeline_search.finish import Finished
-from ds_hetero.planner.pipeline_search.starts import judge_layers
+from ds_hetero.planner.pipeline_search.given_layers import judge_layers
+from ds_hetero.planner.pipeline_search.stage_schedules import ScheduleFinder
 from ds_hetero.planner.pipelines.explain import block_text
 from ds_hetero.values.plans import Plan, Stage
 

@@ -16,8 +16,8 @@ from ds_hetero.cost.price import price_of
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.results.pipelines import PlannedPipelines
 
-LIMITS = 3  # longest steps that are tried between the fastest plan and one without a limit
-ALIKE = 1e-3  # of a value: plans that differ less are one
+LIMITS = 3  # longest steps that are tried between the fastest plan and one without a limit; chosen, never measured
+ALIKE = 1e-3  # of a value: plans that differ less are one, as they are in a table with three digits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

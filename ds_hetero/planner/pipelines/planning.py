@@ -21,16 +21,19 @@ from ds_hetero.cost.stages.stage import Pools, StageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models.shapes import ModelSpec
-from ds_hetero.planner.pipeline_search.blocks import ScheduleFinder, can_be_placed
+from ds_hetero.planner.pipeline_search.block_ranks import can_be_placed
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate, value_of
 from ds_hetero.planner.pipeline_search.finish import Finished, finish, to_plan
 from ds_hetero.planner.pipeline_search.search import Progress, Search, SearchResult, default_effort_s
+from ds_hetero.planner.pipeline_search.stage_schedules import ScheduleFinder
 from ds_hetero.planner.pipelines.explain import nothing_fits, reasons_of
 from ds_hetero.planner.pipelines.rivals import best_grid, best_sequence, other_plans, predicted_step_s
 from ds_hetero.planner.published.registry import expect_describable, find_planner
 from ds_hetero.planner.results.pipelines import PlannedPipelines, Rival
 from ds_hetero.values.plans import Plan
 
+# Chosen, never measured alone; `python -m benchmarks.pipelines_planner exact` and ``growth`` say what plans with them
+# miss.
 MICRO_BATCH_SIZES = (1, 2, 4)
 FINISHED = 2  # plans of a search whose micro-batches in flight are chosen
 SECOND_SHARE = 0.5  # of the effort, for the search with the other choice of recomputation

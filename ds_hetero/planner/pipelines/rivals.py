@@ -17,7 +17,8 @@ from ds_hetero.cost.terms.model_states import static_bytes
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate
-from ds_hetero.planner.pipeline_search.starts import judge_layers, uniform_grids
+from ds_hetero.planner.pipeline_search.given_layers import judge_layers
+from ds_hetero.planner.pipeline_search.uniform_grids import uniform_grids
 from ds_hetero.planner.pipelines.explain import shape_text
 from ds_hetero.planner.planning import searched_candidates
 from ds_hetero.planner.published.interface import PublishedPlanner
@@ -27,7 +28,9 @@ from ds_hetero.planner.results.pipelines import Rival
 from ds_hetero.values.plans import BatchSplit, Plan, PlannedModel
 from ds_hetero.values.schedule import Schedule
 
-SEARCHED_RANKS = 64  # up to so many ranks a schedule is searched; with more, the uniform ones have to do
+SEARCHED_RANKS = (
+    64  # ranks up to which a schedule is searched; with more, uniform ones are compared. Chosen, never measured
+)
 
 
 def best_grid(

@@ -7,9 +7,10 @@
                rank to another of the same or an adjacent group, each accepted if the block time strictly falls
     choice     the best of these and of USP, Ulysses and Ring, which are always among the candidates (section 5.2)
 
-Left open by the paper and chosen here: no threshold ends the merging (more candidates can only help), two perturbations
-of 5 %, moves of 1/64 of the sequence, pairs tried from the busiest rank down. Source: arXiv:2605.07569, sections 4.3
-and 5.2.
+The paper leaves some choices open. Here no threshold ends the merging (more candidates can only help), there are two
+perturbations of 5 %, a move takes 1/64 of the sequence, and pairs are tried from the busiest rank down.
+
+Source: arXiv:2605.07569, sections 4.3 and 5.2.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from ds_hetero.planner.search.problem import Assignment, Problem
 from ds_hetero.planner.search.shares import apportion
 from ds_hetero.values.schedule import Schedule
 
-M1, M2, IMAX = 64, 16, 100
+M1, M2, IMAX = 64, 16, 100  # partitions and shares that are kept, and moves at most; the paper's
+# Left open by the paper: chosen, never measured alone.
 PERTURBATION = 0.05
 MOVED_SHARE = 64  # the sequence over this is the tokens of one move
 

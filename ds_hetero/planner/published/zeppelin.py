@@ -22,7 +22,7 @@ from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
 from ds_hetero.planner.published.interface import PublishedPlanner
 from ds_hetero.values.splits import share
 
-CAPACITY_OVER_MEAN = 2.0
+CAPACITY_OVER_MEAN = 2.0  # of a unit's tokens, over the mean; left open by the paper: chosen, never measured
 
 
 class DocumentRing(NamedTuple):

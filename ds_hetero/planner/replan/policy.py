@@ -67,6 +67,7 @@ def mean_observation(observations: Sequence[Observation]) -> Observation:
     )
 
 
+# Chosen, never measured alone.
 RECENT_OBSERVATIONS = 20  # in which a change counts against the next one
 SMALLEST_MIN_GAIN = 0.01  # what counts as min_gain for that where the user gave less
 CERTAINTY = 3.0  # standard errors

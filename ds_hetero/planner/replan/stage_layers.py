@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.values.plans import Pipeline, Plan
 
-LEAST_LAYER_GAIN = 1e-6  # of the time, for which a layer moves
+LEAST_LAYER_GAIN = 1e-6  # of the time, for which a layer moves; less is rounding
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.values.schedule import Schedule
 
-AS_FAST = 1.0005  # times this close are the same in a table, where they are printed with three digits
+AS_FAST = 1.0005  # times this close print alike: half of the last of three digits
 
 
 def idle_ranks(schedule: Schedule) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.documents.wire import counted_bytes
-from ds_hetero.planner.document_search.loads import LINK_KINDS, KVBytes, exchange_bytes, ring_bytes
+from ds_hetero.planner.document_search.traffic import LINK_KINDS, KVBytes, exchange_bytes, ring_bytes
 from ds_hetero.planner.documents import UnitCosts, place_documents
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.batch_layout import batch_layout

@@ -20,7 +20,7 @@ from ds_hetero.planner.published import registry
 from ds_hetero.planner.published.hexiscale import planner as hexiscale
 from ds_hetero.planner.published.interface import PublishedPlanner
 from ds_hetero.planner.published.tangram import TangramVariant, plan_tangram
-from ds_hetero.planner.published.tangram.interface import UniformParallelizer
+from ds_hetero.planner.published.tangram.uniform_parallelizer import UniformParallelizer
 from ds_hetero.planner.results.candidates import Baselines
 from ds_hetero.planner.results.pipelines import PlannedPipelines
 from ds_hetero.values.baselines import ring

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hetero.job.unit_cost import UnitCost
-from ds_hetero.planner.replan.planned import ProportionalEstimate, attention_shares
 from ds_hetero.planner.replan.policy import Observation, Policy, ProposedChange, mean_observation
+from ds_hetero.planner.replan.proportional import ProportionalEstimate, attention_shares
 from ds_hetero.values.baselines import ring, ulysses, usp
 from ds_hetero.values.schedule import Group, Schedule
 

@@ -19,10 +19,12 @@ from ds_hetero.cost.price import Objective
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate, Shape
 from ds_hetero.planner.pipeline_search.search import FEW_RANKS
-from ds_hetero.planner.published.hexiscale.partition import PipelineMaker, partition
+from ds_hetero.planner.published.hexiscale.partition import partition
+from ds_hetero.planner.published.hexiscale.pipelines import PipelineMaker
 from ds_hetero.planner.published.interface import PublishedPlanner, no_recurrence
 
 ROUNDS = 50  # the paper's, at which its search has usually converged
+# Left open by the paper: chosen, never measured alone.
 MAX_GROUPS = 4  # of a pipeline
 EVERY_COUNT = 8  # pipelines up to which every number is tried; powers of two above
 DEVICES_PER_PIPELINE = 4  # in large clusters

@@ -20,15 +20,10 @@ from ds_hetero.planner.document_search.bins import Bins
 from ds_hetero.planner.document_search.candidates import place_lengths
 from ds_hetero.planner.document_search.loads import ideal_s, loads_of
 from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
-from ds_hetero.planner.document_search.two_level import (
-    node_bins,
-    over_all_alike,
-    over_all_units_s,
-    over_one_node_s,
-    whole,
-)
+from ds_hetero.planner.document_search.simple_placements import over_all_alike, over_all_units_s, over_one_node_s, whole
+from ds_hetero.planner.document_search.two_level import node_bins
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, place_documents, unit_costs
-from ds_hetero.planner.documents.for_lengths import DISTRIBUTIONS
+from ds_hetero.planner.documents.length_distributions import DISTRIBUTIONS
 from ds_hetero.planner.documents.placing import routed_stream
 from ds_hetero.values.baselines import proportional, ring
 from ds_hetero.values.placement import Rows, stream_placement

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_hetero.planner.document_search.by_heads import loads_by_heads, place_by_heads
 from ds_hetero.planner.document_search.candidates import place_lengths
-from ds_hetero.planner.document_search.lanes import loads_by_heads, place_by_heads
 from ds_hetero.planner.document_search.placement_loads import placement_loads
 from ds_hetero.planner.documents import UnitCosts, place_documents
 from ds_hetero.values.baselines import ring

@@ -11,12 +11,12 @@ from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost import Workload, make_cost_model
 from ds_hetero.models import load_model
 from ds_hetero.planner import strategy
-from ds_hetero.planner.document_search import unit_costs as module
+from ds_hetero.planner.document_search import crossing as module
 from ds_hetero.planner.document_search.candidates import PlacedLengths
+from ds_hetero.planner.document_search.crossing import crossing_of, routed_s_per_byte
 from ds_hetero.planner.document_search.lanes import make_placement
 from ds_hetero.planner.document_search.loads import loads_of
 from ds_hetero.planner.document_search.placement_loads import placement_loads
-from ds_hetero.planner.document_search.unit_costs import crossing_of, routed_s_per_byte
 from ds_hetero.planner.documents import UnitCosts, unit_costs
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.placement import Lane, Placement, Rows

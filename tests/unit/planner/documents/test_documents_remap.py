@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.planner.document_search.candidates import PlacedLengths
-from ds_hetero.planner.document_search.loads import KVBytes, exchange_bytes, loads_of
+from ds_hetero.planner.document_search.loads import loads_of
 from ds_hetero.planner.document_search.placement_loads import placement_loads
 from ds_hetero.planner.document_search.remapping import (
     WORTH_MOVING,
@@ -25,6 +25,7 @@ from ds_hetero.planner.document_search.remapping import (
     remapped,
     with_held_tokens,
 )
+from ds_hetero.planner.document_search.traffic import KVBytes, exchange_bytes
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, place_documents
 from ds_hetero.values.baselines import ring
 from ds_hetero.values.placement import Lane, Placement, Rows

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.document_search.candidates import place_lengths
 from ds_hetero.planner.document_search.unit_costs import UnitCosts
-from ds_hetero.planner.documents.placing import placement_strategies
+from ds_hetero.planner.documents.strategies import placement_strategies
 from ds_hetero.planner.published.zeppelin import DocumentRing, zeppelin, zeppelin_rings
 
 NODES = [[0, 1], [2, 3]]

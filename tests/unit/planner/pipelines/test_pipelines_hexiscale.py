@@ -13,7 +13,8 @@ from ds_hetero.cost.stages.hexiscale import HexiScaleStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
 from ds_hetero.planner.published.hexiscale import plan_hexiscale
-from ds_hetero.planner.published.hexiscale.partition import BALANCE, bandwidth_between, partition, paths
+from ds_hetero.planner.published.hexiscale.partition import BALANCE, bandwidth_between, partition
+from ds_hetero.planner.published.hexiscale.pipelines import paths
 
 CASE = load_cluster("hexiscale-case-study")
 MODEL = load_model("llama-2-13b")

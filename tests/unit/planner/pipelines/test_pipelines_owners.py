@@ -16,7 +16,7 @@ from ds_hetero.decision.facts import ModelFacts
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
 from ds_hetero.planner.pipeline_search.finish import finish, memory_bytes, to_plan
-from ds_hetero.planner.pipeline_search.starts import judge_layers
+from ds_hetero.planner.pipeline_search.given_layers import judge_layers
 from ds_hetero.planner.pipelines.given import judge_plan, owners_of
 from ds_hetero.sharding.gradient_chunks import chunks_of, gathered_elements, reduced_elements
 from ds_hetero.sharding.parameter_layouts import Cut, ParameterLayout

@@ -18,12 +18,14 @@ from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
-from ds_hetero.planner.pipeline_search.batches import balance_bound_s
-from ds_hetero.planner.pipeline_search.blocks import block_of, idle_devices
+from ds_hetero.planner.pipeline_search.balance_bound import balance_bound_s
+from ds_hetero.planner.pipeline_search.block_ranks import idle_devices
+from ds_hetero.planner.pipeline_search.blocks import block_of
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator
+from ds_hetero.planner.pipeline_search.given_layers import GivenLayers
+from ds_hetero.planner.pipeline_search.own_degrees import _period_s as period_of
+from ds_hetero.planner.pipeline_search.own_degrees import own_degrees
 from ds_hetero.planner.pipeline_search.search import Search, default_effort_s
-from ds_hetero.planner.pipeline_search.starts import GivenLayers, own_degrees
-from ds_hetero.planner.pipeline_search.starts import _period_s as period_of
 from ds_hetero.planner.pipelines import planning, rivals
 from ds_hetero.planner.pipelines.given import judge_plan
 from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not

@@ -11,8 +11,9 @@ from ds_hetero.cost.stages.stage import DeviceBlock, PoolPart
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
 from ds_hetero.models import load_model
-from ds_hetero.planner.pipeline_search.blocks import ScheduleFinder, can_be_placed
+from ds_hetero.planner.pipeline_search.block_ranks import can_be_placed
 from ds_hetero.planner.pipeline_search.cuts import make_cut
+from ds_hetero.planner.pipeline_search.stage_schedules import ScheduleFinder
 from ds_hetero.planner.pipelines.given import judge_plan
 from ds_hetero.planner.pipelines.planning import plan_pipelines
 from ds_hetero.planner.pipelines.replan import replan

@@ -13,8 +13,11 @@ from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
 from ds_hetero.planner.pipelines.rivals import best_grid
 from ds_hetero.planner.published.tangram import plan_tangram
-from ds_hetero.planner.published.tangram.interface import CheckedParallelizer, Slice, UniformParallelizer, form_islands
-from ds_hetero.planner.published.tangram.planner import Answers, Rules, compose, compose_exactly, cycle_s
+from ds_hetero.planner.published.tangram.composition import compose, compose_exactly, cycle_s
+from ds_hetero.planner.published.tangram.interface import CheckedParallelizer, Slice
+from ds_hetero.planner.published.tangram.islands import form_islands
+from ds_hetero.planner.published.tangram.questions import Answers, Rules
+from ds_hetero.planner.published.tangram.uniform_parallelizer import UniformParallelizer
 
 MODEL = load_model("llama-2-7b")
 WORK = Workload(seq_len=4096)

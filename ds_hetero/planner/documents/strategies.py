@@ -1,0 +1,15 @@
+"""Ways to place documents, by name: published planners', and every document over all units or over one node's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ds_hetero.planner.document_search.simple_placements import over_all_units
+from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
+from ds_hetero.planner.published.registry import PLANNERS
+
+
+def placement_strategies() -> dict[str, Callable[[Sequence[int], UnitCosts], list[Pieces]]]:
+    """Return those beside the planner's own, by name; each takes lengths of documents and costs of units."""
+    published = {planner.name: planner.documents for planner in PLANNERS if planner.documents is not None}
+    return {**published, "everywhere": over_all_units}
