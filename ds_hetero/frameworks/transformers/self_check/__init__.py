@@ -2,6 +2,9 @@
 
 piece        the short batch, of the batch's own keys, and what it can show that those before it could not
 recorded_run outputs of all modules, and the gradients at them, of one run that leaves no trace
+parameter_gradients  gradients of parameters, projected on few numbers
+runs         the runs that are compared: of one piece, whole and sharded
+training_mode  whether the model computes something else in training than in evaluation
 comparison   errors by token and module, against the model's own rounding
 check        what all ranks do together, and the verdict
 """
