@@ -70,6 +70,11 @@ class Job:
         return not self.alone and self.rank == 1 and self.has_begun
 
     @property
+    def is_beginning(self) -> bool:
+        """Whether this is the rank that makes the mistake, at the step at which it begins."""
+        return self.is_culprit and self.step == self.begins
+
+    @property
     def has_begun(self) -> bool:
         return self.begins is not None and self.step >= self.begins
 

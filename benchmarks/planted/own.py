@@ -79,7 +79,7 @@ class WeightInPlace(Job):
     says = r"(parameter|weight)s?\b.*(rank|differ)"
 
     def change(self, batch: dict[str, Any]) -> dict[str, Any]:
-        if self.is_culprit and self.step == self.begins:
+        if self.is_beginning:
             with torch.no_grad():
                 self.model.lm_head.weight[:8] *= 1.5
         return batch
@@ -186,7 +186,7 @@ class HookOnOneRank(Job):
     says = r"hook"
 
     def change(self, batch: dict[str, Any]) -> dict[str, Any]:
-        if self.is_culprit and self.step == self.begins:
+        if self.is_beginning:
             self.model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
         return batch
 
@@ -570,13 +570,13 @@ class SkippedStep(Job):
     says = r"(left out|elsewhere|continue)"
 
     def _backward(self, batch: dict[str, Any]) -> float:
-        if self.is_culprit and self.step == self.begins:
+        if self.is_beginning:
             self.forward(batch)
             return 0.0
         return super()._backward(batch)
 
     def _step(self, number: int) -> None:
-        if self.is_culprit and self.step == self.begins:
+        if self.is_beginning:
             return
         super()._step(number)
 
@@ -587,7 +587,7 @@ class Frequencies(Job):
     says = r"buffer|inv_freq"
 
     def change(self, batch: dict[str, Any]) -> dict[str, Any]:
-        if self.is_culprit and self.step == self.begins:
+        if self.is_beginning:
             self.model.model.rotary_emb.inv_freq *= 0.5
         return batch
 
