@@ -231,7 +231,7 @@ _PREDICTED = 0.1  # error of a step that counts as predicted: 4 to 7 % at 32K an
 @finding("steps' predictions", "seconds of a step by the calibrated cost model at the catalogue's rates")
 def _predictions(measured: Measured) -> Judgement:
     rows = [row for job in _JOBS for row in measured.rows("steps", job)]
-    rows = [row for row in rows if row["way"] == "torch" and row.get("step_s") and row["predicted_s"]]
+    rows = [row for row in rows if row.get("way") == "torch" and row.get("step_s") and row["predicted_s"]]
     figure = _listed(
         f"{row['job']}: {row['step_s']:.3g} s, predicted {row['predicted_s']:.3g} "
         f"({row['predicted_s'] / row['step_s'] - 1:+.0%})"

@@ -55,6 +55,13 @@ class Context:
         return default_dtype(self.device)
 
     @property
+    def half(self) -> torch.dtype:
+        """The 16-bit type that the device multiplies: float16 where it has no bfloat16; bfloat16 in a rehearsal."""
+        import torch
+
+        return torch.bfloat16 if self.rehearsal else self.dtype
+
+    @property
     def capability(self) -> int:
         """Of the GPU: ten times the major and the minor number."""
         import torch

@@ -29,7 +29,7 @@ def check(context: Context) -> None:
     """Errors of every case, and what its first call takes, which builds a graph for its shape."""
     kernel = kernel_of(context)
     for block, ways in _cases(context):
-        tensors = block.tensors(context.device, torch.bfloat16)
+        tensors = block.tensors(context.device, context.half)
         wanted = expected(block, tensors)
         for way in ways:
             row: Row = {"case": block.text, "way": way}
@@ -75,10 +75,10 @@ def _strided(kernel: CudnnKernel, block: Block, tensors: tuple[Tensor, ...]) -> 
 
 def time(context: Context) -> None:
     """Rates of cuDNN and of the kernel that the package chooses, forward and backward apart."""
-    chosen = select(context.device, torch.bfloat16, 128, None, None)
+    chosen = select(context.device, context.half, 128, None, None)
     kernels: dict[str, AttentionKernel] = {"cudnn": kernel_of(context), chosen.name: chosen}
     for block in _timed(context):
-        tensors = block.tensors(context.device, torch.bfloat16)
+        tensors = block.tensors(context.device, context.half)
         row: Row = {"case": block.text, "chosen": chosen.name}
         for name, kernel in kernels.items():
             try:

@@ -17,6 +17,7 @@ from benchmarks.first_gpu.cudnn_kernel import CudnnKernel, cudnn_refusal, withou
 from benchmarks.first_gpu.kept_attention import keeping_attention
 from benchmarks.first_gpu.lifted import lift_checks
 from benchmarks.first_gpu.parts import Context, Part, Row, Section
+from ds_hetero.runtime.devices import has_native_bf16
 
 TORCH, CUDNN, KEPT = WAYS = ("torch", "cudnn", "cudnn, attention kept")
 _SEED = 0
@@ -55,6 +56,9 @@ _REHEARSED = {  # a Llama with heads of 16
 
 def train(context: Context, job: _Job) -> None:
     """Train a job in each way, on the same batch from the same weights; seconds, memory and losses."""
+    if not has_native_bf16(context.device):
+        context.report({"job": job.text, "left_out": "these jobs train in bfloat16, which the device does not have"})
+        return
     lifted = lift_checks()
     first: Row = {}
     _be_one_rank(context)

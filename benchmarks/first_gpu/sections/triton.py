@@ -38,7 +38,7 @@ def time(context: Context) -> None:
         todo, tokens, heads = [Config("forward", 16, small), Config("dkv", 16, small, edge_free=True)], 16, 1
     else:
         todo, tokens, heads = configs(context.capability), _TOKENS, 16
-    dtype = context.choose(torch.bfloat16, torch.float32)
+    dtype = context.choose(context.half, torch.float32)
     for config in todo:
         tensors = tensors_of(config, tokens, context.device, dtype, heads)
         for name, band in BANDS.items():
@@ -72,7 +72,7 @@ def time(context: Context) -> None:
 def compare(context: Context) -> None:
     """Edge-free kernels against those of the package, on a full block of whole tiles."""
     tokens, head_dim, heads = context.choose((4096, 128, 16), (32, 16, 1))
-    dtype = context.choose(torch.bfloat16, torch.float32)
+    dtype = context.choose(context.half, torch.float32)
     edge_free_kernels(context.folder)
     for kernel in ("forward", "dq", "dkv"):
         small = BlockSizes(16, 16, 1, 1)

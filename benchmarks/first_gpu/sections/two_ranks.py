@@ -124,7 +124,7 @@ def attention(context: Context) -> None:
 
     context.join()
     groups, length = ProcessGroups(), context.choose(4099, 79)
-    dtype = torch.bfloat16
+    dtype = context.half
     kernel = select(context.device, dtype, 64, None, None)
     for name, schedule in uneven_schedules(context.ranks).items():
         replica = make_replica(Plan.of_replicas([schedule]), groups)
