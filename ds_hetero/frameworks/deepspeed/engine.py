@@ -85,6 +85,7 @@ from ds_hetero.frameworks.deepspeed.protocols import Arguments
 from ds_hetero.frameworks.deepspeed.saving import copy_script_last
 from ds_hetero.frameworks.deepspeed.zero import optimizers, stage3
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
+from ds_hetero.frameworks.deepspeed.zero.stale_gradients import clear_stale_gradients
 from ds_hetero.job.monitor import StepMonitor
 from ds_hetero.job.start import World
 from ds_hetero.runtime.data.loss_graph import note_identities
@@ -171,6 +172,7 @@ class EngineInstaller(Installer):
         note_identities(ZERO_3_IDENTITIES)
         built = self._build(prepared, sp_size_of(sizes))
         engine = built[0]
+        clear_stale_gradients(engine)
         report_batches_of_replicas(engine, prepared.model.replica)
         engine.seq_parallel_group = prepared.model.replica.sp_group
         prepared.prediction_check.start()

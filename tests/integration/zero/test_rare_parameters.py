@@ -74,6 +74,10 @@ def batch(seed: int, parities: tuple[int, int]) -> dict[str, Tensor]:
 # In the first step all experts are used everywhere, so that a look at the first step alone shows nothing.
 SOME = [(BOTH, BOTH), (EVEN, ODD), (EVEN, BOTH), (ODD, EVEN), (EVEN, ODD)]
 NONE = [(BOTH, BOTH), (EVEN, EVEN), (EVEN, BOTH), (ODD, ODD)]
+# All ranks use the same experts: in the second step another one by micro-batch, in the third one alone, in the last
+# the other one, from the second micro-batch on.
+ALIKE = [(BOTH, BOTH), (BOTH, BOTH), (EVEN, EVEN), (ODD, ODD), (EVEN, EVEN), (EVEN, EVEN), (EVEN, EVEN), (BOTH, BOTH)]
+CLIP = 0.3  # less than the norm of every step, so that all gradients depend on all
 AT_ONCE = [(EVEN, ODD), (ODD, EVEN), (EVEN, ODD)]
 
 
@@ -93,13 +97,15 @@ OPTIMIZERS = {"sgd": sgd, "momentum": sgd_with_state, "rmsprop": rprop}
 
 
 def on_one_process(
-    parities: list[tuple[int, int]], optimizer: str, accumulate: int, place: str = "embedding"
+    parities: list[tuple[int, int]], optimizer: str, accumulate: int, place: str = "embedding", clip: float = 0.0
 ) -> dict[str, np.ndarray]:
     model = with_experts(place)
     chosen = OPTIMIZERS[optimizer](model)
     for step, of_step in enumerate(parities):
         (model(**batch(step, of_step), use_cache=False).loss / accumulate).backward()
         if (step + 1) % accumulate == 0:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip or torch.inf)
+            assert norm > clip, norm
             chosen.step()
             chosen.zero_grad()
     return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
@@ -120,6 +126,7 @@ def train(
     place: str = "embedding",
     leaf: bool = False,
     nodes: list[int] | None = None,
+    clip: float = 0.0,
 ) -> dict[str, np.ndarray]:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, set_z3_leaf_modules
@@ -137,7 +144,7 @@ def train(
         SCHEDULE if int(os.environ["WORLD_SIZE"]) == 2 else SCHEDULE_4,
         zero=zero or {},
         gradient_accumulation_steps=accumulate,
-        gradient_clipping=0.0,
+        gradient_clipping=clip,
         train_micro_batch_size_per_gpu=1,
         zero_force_ds_cpu_optimizer=False,
     )
@@ -158,12 +165,12 @@ def train(
 
 def assert_as_on_one_process(cases: list[dict[str, Any]], expected: dict[str, np.ndarray], world: int = 2) -> None:
     start = {name: p.detach().numpy() for name, p in with_experts().named_parameters()}
-    for trained, *_ in zip(*run_deepspeed(on_ranks, world, cases), strict=True):
+    for case, trained, *_ in zip(cases, *run_deepspeed(on_ranks, world, cases), strict=True):
         for name, value in expected.items():
             moved = np.linalg.norm(value - start[name])
             # Of the change: float32 rounds values, which is about 1e-7 of them, while steps change them by some 1e-3.
             error = np.linalg.norm(trained[name] - value) / (moved + 1e-4 * np.linalg.norm(value))
-            assert error < 2e-3, f"{name} is off by {error:.1e} of its change"
+            assert error < 2e-3, f"{name} is off by {error:.1e} of its change: {case}"
 
 
 OF_SOME = {
@@ -210,3 +217,21 @@ OF_NONE = {
 def test_what_no_rank_uses_neither_decays_nor_moves(optimizer: str) -> None:
     cases = [{"parities": NONE, "optimizer": optimizer, **case} for case in OF_NONE.values()]
     assert_as_on_one_process(cases, on_one_process(NONE, optimizer, 1))
+
+
+STALE = {
+    "of one size": {},
+    "weighted": {"weights": [3, 1]},
+    "offloaded": {"zero": {"offload_optimizer": {"device": "cpu"}}},
+    "partitioned experts alone": {"zero": {"stage3_param_persistence_threshold": 0}},
+    "checkpointed": {"checkpoints": "not reentrant", "place": "mlp"},
+    "of nodes": {"nodes": [1, 1]},
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rmsprop"])
+def test_zero_3_forgets_gradients_of_earlier_steps(optimizer: str) -> None:
+    common = {"stage": 3, "parities": ALIKE, "optimizer": optimizer, "accumulate": 2, "clip": CLIP}
+    for place in ("embedding", "mlp"):
+        cases = [{**common, **case} for case in STALE.values() if case.get("place", "embedding") == place]
+        assert_as_on_one_process(cases, on_one_process(ALIKE, optimizer, 2, place, CLIP))
