@@ -173,7 +173,7 @@ def _predict(result: dict[str, Any]) -> None:
                 (device,) = cost.cluster.devices
                 row["predicted_s"] += forward_flops / (device.peak_flops_per_s * device.efficiency.matmul)
             (stack,) = stacks(cost, schedule)
-            row["predicted_bytes"] = stack.total - stack.reserve
+            row["predicted_bytes"] = stack.tensors
         elif row["name"] in ranks:
             setting, rank = ranks[row["name"]]
             row["predicted_bytes"] = setting.fit_bytes(rank)

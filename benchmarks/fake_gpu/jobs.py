@@ -81,7 +81,7 @@ class Setting:
     def fit_bytes(self, rank: int, layers: int | None = None) -> float:
         """Bytes that ``ds-hetero fit`` says of a rank's peak, without what the card's driver keeps for itself."""
         stack = stacks(self.cost_model(layers), self.schedule())[rank]
-        return stack.total - stack.reserve
+        return stack.tensors
 
     def job(self, layers: int | None = None) -> Job:
         """The job, with all its layers or the first of them."""

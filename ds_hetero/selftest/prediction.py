@@ -149,7 +149,7 @@ def _measure(setting: _Setting, schedule: Schedule, cost: CostModel, session: Se
         "measured_s": median(max(of_step) for of_step in zip(*(times for times, _ in by_rank), strict=True)),
         "terms": predicted.to_dict()["terms"],
         "ranks": [
-            {"predicted_bytes": stack.total - stack.reserve, "peak_bytes": peak_of_rank}
+            {"predicted_bytes": stack.tensors, "peak_bytes": peak_of_rank}
             for stack, (_, peak_of_rank) in zip(stacks(cost, schedule), by_rank, strict=True)
         ],
     }

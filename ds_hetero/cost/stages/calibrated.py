@@ -33,6 +33,7 @@ from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.stages.gradients import CalibratedStageMemory, DeviceParameters, GradientTimes
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, StageCosts, StageOption, SyncTimes
+from ds_hetero.cost.terms import communicators
 from ds_hetero.cost.terms.layer_memory import WIDE, LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.terms.zero import RingCollective
 from ds_hetero.cost.workload import Workload
@@ -110,7 +111,7 @@ class CalibratedStageCosts(StageCosts):
             first_s=reduced_s,
             last_s=loss_s + reduced_s + self._exchanged_s(kind, size, micro_batch_size),
             side_s=2 * device.efficiency.message_overhead_s + self._gathered_s(kind, size, micro_batch_size),
-            capacity_bytes=device.usable_bytes,
+            capacity_bytes=self._capacity_bytes(PoolPart(kind, self.pools.largest[kind].node, size), size, pipelines),
             memory=self._memory(
                 device,
                 layer=layer.mapped(lambda alone: float(np.max(alone))),
@@ -159,7 +160,7 @@ class CalibratedStageCosts(StageCosts):
                     backward_s=shared.backward_s,
                     last_s=shared.loss_s,
                     side_s=2 * max(self.pools.kinds[each.kind].device.efficiency.message_overhead_s for each in parts),
-                    capacity_bytes=device.usable_bytes,
+                    capacity_bytes=self._capacity_bytes(part, sum(each.size for each in parts), holders),
                     memory=self._memory(device, layer, logits, holders),
                 )
             )
@@ -181,6 +182,13 @@ class CalibratedStageCosts(StageCosts):
         return 1 / (device.memory_bytes_per_s * device.efficiency.memory)
 
     # --- memory
+
+    def _capacity_bytes(self, part: PoolPart, ranks: int, holders: int) -> float:
+        """Memory of a device that its tensors get beside NCCL's communicators; see `communicators.of_stage`."""
+        device = self.pools.kinds[part.kind].device
+        node = self.cluster.nodes[part.node]
+        needed = communicators.of_stage(self.cluster, node, part.size, ranks, holders)
+        return device.usable_bytes - communicators.beyond_reserve(device, needed)
 
     def _memory(
         self, device: DeviceSpec, layer: LayerMemory, logits: float, holders: int, cut: int = 1

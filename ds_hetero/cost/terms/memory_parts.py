@@ -35,6 +35,7 @@ class MemoryParts(NamedTuple):
     logits: Bytes = 0.0  # of a tile, or of all tokens
     bucket: Bytes = 0.0  # gradients that are being reduced
     step: Bytes = 0.0  # gradients of the rank's own part in fp32, and the optimizer's temporaries
+    communicators: Bytes = 0.0  # NCCL's buffers, as far as the device's reserve does not cover them; no tensors
 
     def items(self) -> Iterator[tuple[str, Bytes]]:
         """Name and bytes of every part."""

@@ -32,6 +32,7 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Floats, Ints
+from ds_hetero.cost.terms.communicators import Communicators
 from ds_hetero.cost.terms.gathered import Gathered
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.terms.host_memory import stays_on_device
@@ -93,6 +94,7 @@ class StandingMemory:
     head: float  # gradient of the head, and as much of the embedding
     gone_D: Floats  # of `_gone_at_first_gradient`
     step_D: Floats  # of `_step_bytes`
+    communicators: Communicators
 
     @classmethod
     def of(cls, model: ModelSpec, workload: Workload, cluster: Cluster) -> StandingMemory:
@@ -120,6 +122,7 @@ class StandingMemory:
             head=head,
             gone_D=gone_D,
             step_D=_step_bytes(model, workload, cluster),
+            communicators=Communicators.of(cluster, workload),
         )
 
 
@@ -137,6 +140,7 @@ def memory_phases(standing: StandingMemory, grouping: Grouping, tokens_D: Floats
     resting = MemoryParts(
         weights=standing.states["weights"] + not_offloaded.weights,
         optimizer_state=standing.states["optimizer_state"] + not_offloaded.optimizer_state,
+        communicators=standing.communicators.beyond_reserve_D(grouping),
     )
     working = resting._replace(
         gradients=_gradients_in_backward(standing, activations, of_one_layer),

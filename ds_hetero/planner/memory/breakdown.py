@@ -27,13 +27,19 @@ class Stack:
     activations: float
     logits: float  # of the head, and what the loss makes of them; 0 where the peak is not at the loss
     buffers: float  # gathered parameters, visiting keys and values, packed exchanges, gradients under way or in fp32
-    reserve: float  # what no tensor gets: the driver's context, communication buffers, and what lies between tensors
+    communicators: float  # NCCL's buffers, as far as the reserve does not cover them
+    reserve: float  # what no tensor gets: the driver's context, NCCL's first buffers, and what lies between tensors
     card: float  # memory of the card
 
     @property
     def total(self) -> float:
         """All parts, the reserve included."""
         return sum(float(getattr(self, part)) for part in PARTS)
+
+    @property
+    def tensors(self) -> float:
+        """Bytes of tensors: what PyTorch counts as allocated."""
+        return self.total - self.reserve - self.communicators
 
     @property
     def free(self) -> float:
@@ -67,6 +73,7 @@ def stacks(cost: CostModel, schedule: Schedule) -> tuple[Stack, ...]:
             activations=float(own.activations + own.layer),
             logits=float(own.logits),
             buffers=float(own.gathered + own.ring_buffers + own.exchange_buffers + own.bucket + own.step),
+            communicators=float(own.communicators),
             reserve=device.memory_bytes - device.usable_bytes,
             card=float(device.memory_bytes),
         )
