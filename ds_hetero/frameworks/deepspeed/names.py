@@ -121,6 +121,7 @@ PRIVATE_NAMES = (
     "deepspeed.runtime.superoffload.superoffload_stage3:SuperOffloadOptimizer_Stage3",
     "deepspeed.runtime.zero.config:get_zero_config",
     "deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups",
+    "deepspeed.runtime.zero.stage_1_and_2:split_half_float_double",
     "deepspeed.utils:link_hp_params",
     "deepspeed.utils.groups:_get_sequence_parallel_group",
     "deepspeed.utils.groups:mesh_device",

@@ -6,13 +6,18 @@ Budget: 50 s.
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 
+from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
+from ds_hetero.frameworks.deepspeed.names import WHOLE
 from tests.integration.tiny import UNEVEN_2, VOCAB, checkpoint_activations, ds_config, llama
 from tests.support import run_deepspeed
 
@@ -163,7 +168,18 @@ def train(
     return trained
 
 
+def _is_let_in(case: dict[str, Any]) -> bool:
+    """Whether the installed release of DeepSpeed computes a case rightly; an older one is refused by name else."""
+    try:
+        expect_supported_keys(ds_config(case["stage"], SCHEDULE, zero=case.get("zero", {})))
+    except ConfigError:
+        assert version("deepspeed") not in SpecifierSet(WHOLE)
+        return False
+    return True
+
+
 def assert_as_on_one_process(cases: list[dict[str, Any]], expected: dict[str, np.ndarray], world: int = 2) -> None:
+    cases = list(filter(_is_let_in, cases))
     start = {name: p.detach().numpy() for name, p in with_experts().named_parameters()}
     for case, trained, *_ in zip(cases, *run_deepspeed(on_ranks, world, cases), strict=True):
         for name, value in expected.items():

@@ -21,8 +21,10 @@ from typing import Any
 
 import deepspeed
 import deepspeed.runtime.engine as engine_module
+import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -53,8 +55,9 @@ logger = logging.getLogger(__name__)
 
 
 def install(patches: Patches) -> None:
-    """Let DeepSpeed detach flat parameters, and gather and partition weighted ones as we do."""
+    """Let DeepSpeed detach flat parameters, average all gradients, and gather and partition weighted ones as we do."""
     patches.replace(DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned", around(_flatten_detached))
+    patches.replace(stage_1_and_2, "split_half_float_double", around(_split_all))
     patches.replace(deepspeed.zero.Init, "_all_gather", around(_gather_weighted))
     patches.replace(deepspeed.zero.Init, "_partition_param", around(_write_back))
 
@@ -66,6 +69,22 @@ def _flatten_detached(stock: Function, *args: object, **kwargs: object) -> Tenso
     """
     flat: Tensor = stock(*args, **kwargs)
     return flat.detach()
+
+
+def _split_all(stock: Function, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """For ``split_half_float_double``, whose buckets are averaged over the ranks: no dense gradient is left out.
+
+    DeepSpeed 0.18.9 compares ``Tensor.type()`` with names such as "torch.cpu.FloatTensor", while torch says
+    "torch.FloatTensor" of a tensor on a CPU: it has no buckets there, and ranks keep their own gradients where these
+    are not contiguous. 0.19.8 leaves out sparse ones alone.
+    """
+    buckets: list[list[Tensor]] = stock(tensors)
+    split = {id(tensor) for bucket in buckets for tensor in bucket}
+    left: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if id(tensor) not in split and tensor.layout == torch.strided:
+            left.setdefault(tensor.dtype, []).append(tensor)
+    return [*buckets, *left.values()]
 
 
 def _gather_weighted(
