@@ -202,11 +202,13 @@ def install(folder: str, rank: int) -> Device:
     from ds_hetero.runtime import replica
     from ds_hetero.runtime.attention import channel
     from ds_hetero.runtime.peers.posted import COLLECTIVES
+    from ds_hetero.runtime.pipeline import runner
 
     lock_s = float(os.environ.get("STRICT_GROUP_LOCK_S", LOCK_S)) or None
     rules = _Rules(_Notes(Path(folder, "strict_group"), rank, lock_s))
     device = Device(lock_s)
-    channel.pairs_by_order = lambda group=None: True  # type: ignore[attr-defined]
+    for module in (channel, runner):
+        module.pairs_by_order = lambda group=None: True  # type: ignore[attr-defined]
     replica._has_far_group = lambda hosts: True  # type: ignore[assignment]
 
     def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:

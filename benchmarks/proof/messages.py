@@ -307,6 +307,7 @@ class Sync:
         self._left = deque(b for b in buckets.reductions if log.rank in b.members)
         self._gathers = [b for b in buckets.gathers if log.rank in b.members]
         self._packed: set[str] = set()
+        self.holds_back = False  # what is packed leaves later
         self._in_flight: list[int] = []
         self._held = [
             name for name, layout in buckets.layouts.items() if any(log.rank in cut.ranks for cut in layout.cuts)
@@ -315,7 +316,14 @@ class Sync:
     def gradient(self, name: str) -> None:
         """The gradient of a parameter is there: start the buckets that are full and whose turn it is."""
         self._packed.add(name)
-        self._launch()
+        if not self.holds_back:
+            self._launch()
+
+    def release(self) -> None:
+        """Start what was held back, if it was."""
+        if self.holds_back:
+            self.holds_back = False
+            self._launch()
 
     def _launch(self) -> None:
         while self._left and self._is_full(self._left[0]):
@@ -497,24 +505,28 @@ class _Passes:
         self._count = len(job.lengths[self._i])
         self._asked: dict[str, deque[list[int]]] = {FORWARD: deque(), BACKWARD: deque()}
         self._out: deque[list[int]] = deque()
-        self._num_asked, self._num_taken = {FORWARD: 0, BACKWARD: 0}, {FORWARD: 0, BACKWARD: 0}
-        self._num_due = 0  # gradients for which the stage after has all that it needs
+        self._num_asked = {FORWARD: 0, BACKWARD: 0}
 
     def run(self) -> None:
         """All passes."""
         self._connect()
-        self._ask(FORWARD)
         for kind, k in one_f_one_b(self._pipeline.in_flight(self._j), self._count):
             self._take(kind, k)
             if kind == FORWARD:
+                if not self._log.by_order:
+                    self._ask(kind, k + 2)
                 self._layers(k)
                 self._send(self._after, k, ACTIVATIONS)
                 if self._after is not None:
-                    self._num_due = gradients_due(self._pipeline.in_flight(self._j + 1), k + 1, self._count)
-                self._ask(BACKWARD)
+                    due = gradients_due(self._pipeline.in_flight(self._j + 1), k + 1, self._count)
+                    self._ask(BACKWARD, due)
             else:
+                is_last = k == self._count - 1
+                self._sync.holds_back = is_last and self._before is not None
                 self._backward(k)
                 self._send(self._before, k, GRADIENTS)
+                if is_last:
+                    self._sync.release()
         while self._out:
             self._log.wait(*self._out.popleft())
 
@@ -577,25 +589,21 @@ class _Passes:
             pairs = {(m.sender, m.receiver) for of_length in of_lengths for m in of_length}
             connect(self._log, sorted((*source.ranks, *target.ranks)), purpose, pairs)
 
-    def _ask(self, kind: str) -> None:
-        """Post the receives of the next micro-batch, one ahead of what is taken; a gradient's once it can come."""
-        source = self._before if kind == FORWARD else self._after
-        expected = self._count if kind == FORWARD else self._num_due
-        k = self._num_asked[kind]
-        if source is not None and k < min(self._num_taken[kind] + 1, expected):
+    def _ask(self, kind: str, count: int) -> None:
+        """Post the receives of the first ``count`` micro-batches, as far as they are not posted."""
+        source, purpose = (self._before, ACTIVATIONS) if kind == FORWARD else (self._after, GRADIENTS)
+        if source is None:
+            return
+        for k in range(self._num_asked[kind], min(count, self._count)):
             self._num_asked[kind] += 1
-            self._asked[kind].append(self._hop(source, self._stage, k, ACTIVATIONS if kind == FORWARD else GRADIENTS))
+            self._asked[kind].append(self._hop(source, self._stage, k, purpose))
 
     def _take(self, kind: str, k: int) -> None:
-        if kind == BACKWARD and self._after is not None and not self._asked[kind]:
-            self._num_due = k + 1
-            self._ask(kind)
+        self._ask(kind, k + 1)
         if self._asked[kind]:
             self._log.wait(*self._asked[kind].popleft())
             if self._stage.inner == "tensor":
                 self._log.wait(self._log.collective("allgather", sorted(self._stage.ranks), COPIES, ("hidden",)))
-            self._num_taken[kind] = k + 1
-            self._ask(kind)
 
     def _send(self, target: Stage | None, k: int, purpose: str) -> None:
         if target is not None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from benchmarks.proof.events import Call, Event, Message, Wait
 from ds_hetero.runtime.attention import channel
 from ds_hetero.runtime.peers.posted import COLLECTIVES
+from ds_hetero.runtime.pipeline import runner
 
 _OWN_FILE = Path(__file__).resolve()
 _ROOT = _OWN_FILE.parents[2]
@@ -58,7 +59,8 @@ def recording(events: list[Any] | None = None) -> Iterator[list[Event]]:
     replace(group_type, "recv", functools.partial(recorder.message, False))
     replace(dist.Work, "wait", recorder.wait)
     replace(dist, "batch_isend_irecv", recorder.batch)
-    replace(channel, "pairs_by_order", lambda original: lambda group: True)
+    for module in (channel, runner):
+        replace(module, "pairs_by_order", lambda original: lambda group: True)
     try:
         yield recorder.events
     finally:

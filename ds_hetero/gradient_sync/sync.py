@@ -116,7 +116,7 @@ class AsymmetricGradientSync:
         self.bucket_bytes = bucket_bytes
         self._own(chunks, layouts, dtypes)
         self._make_transfers(chunks, dtypes, communication_dtype, bucket_bytes, groups or ProcessGroups())
-        self._accumulating = False
+        self._accumulating = self._holds_back = False
         self._accumulated: dict[str, Tensor] = {}
         self._tokens: tuple[dist.Work, Tensor] | None
         self._reset()
@@ -154,6 +154,20 @@ class AsymmetricGradientSync:
             yield
         finally:
             self._accumulating = False
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Let the buckets of the backward inside leave at the end, and not as their gradients come.
+
+        For a rank that others wait for to go on with their backwards: on NCCL a bucket occupies the device until all
+        its members have started it, so what they wait for has to be on its way by then.
+        """
+        self._holds_back = True
+        try:
+            yield
+        finally:
+            self._holds_back = False
+        self._launch()
 
     def send_rest(self) -> None:
         """Send what the backwards of the step did not reach, as zeros; `finish` does so too.
@@ -332,6 +346,8 @@ class AsymmetricGradientSync:
 
     def _launch(self) -> None:
         """Start the buckets whose turn it is and that are full; add up those that have arrived."""
+        if self._holds_back:
+            return
         while self._next < len(self._reductions) and self._reductions[self._next].is_full:
             self._reductions[self._next].start_reduce()
             self._in_flight.append(self._reductions[self._next])

@@ -238,7 +238,7 @@ def _pipelined_step(job: PipelineJob, rank: int, groups: ProcessGroups) -> list[
     rows = plan.pipelines[place[0]].micro_batch_size or 1
     batches = [_Batch(torch.zeros(rows, length, dtype=torch.int64)) for length in job.lengths[place[0]]]
     with recording() as events:
-        loss = runner.train(batches, sync.no_sync)
+        loss = runner.train(batches, sync)
         dist.all_reduce(torch.zeros(()) if loss is None else loss)
         sync.finish()
         sync.grad_norm()

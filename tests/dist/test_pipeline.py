@@ -118,7 +118,7 @@ def stages_train_as_one_process(rank, world_size, seeds):
             runner = PipelineRunner(
                 neighbours_of(plan, rank, groups, torch.device("cpu")), compute, WIDTH, torch.float64
             )
-            value = runner.train(batches_of(plan, seed)[place[0]], sync.no_sync)
+            value = runner.train(batches_of(plan, seed)[place[0]], sync)
             if value is not None and (stage.inner != "tensor" or rank == stage.ranks[0]):
                 total = value
         sync.finish()

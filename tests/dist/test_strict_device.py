@@ -8,15 +8,22 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ds_hetero.gradient_sync import AsymmetricGradientSync, pipeline_layouts
 from ds_hetero.runtime.peers.board import Stay, own_collectives
 from ds_hetero.runtime.peers.posted import begin_noting, has_unfinished, is_unfinished
+from ds_hetero.runtime.pipeline.hops import make_boundary_groups
+from ds_hetero.runtime.pipeline.runner import PipelineRunner, neighbours_of
+from ds_hetero.runtime.process_groups import ProcessGroups
+from ds_hetero.values.plans import Pipeline, Plan, PlannedModel, Stage
 from tests.dist.lone_stages import lone_stages
+from tests.dist.test_pipeline import LAYERS, WIDTH, Batch, Model, batches_of, one_process
 from tests.strict_group import own_device
 from tests.support import run_ranks
 
@@ -134,20 +141,65 @@ def test_nothing_is_raised_where_a_peer_is_gone() -> None:
     assert "failed, killed by run_ranks" in str(caught.value) and "closed by peer" not in str(caught.value)
 
 
-def _short_of_memory(rank: int, short: int) -> float | None:
-    """A step of as many stages as ranks; on one of them every allocation needs an idle device."""
+def _short_of_memory(rank: int, short: tuple[int, ...]) -> float | None:
+    """A step of as many stages as ranks; on some of them every allocation needs an idle device."""
     runner, batches = lone_stages(rank, micro_batches=5)
-    with own_device().allocating_by_free() if rank == short else nullcontext():
+    with own_device().allocating_by_free() if rank in short else nullcontext():
         total = runner.train(batches)
         runner.evaluate(batches)
     return None if total is None else float(total)
 
 
-@pytest.mark.parametrize(("world_size", "short"), [(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 2)])
-def test_a_stage_may_give_memory_back_at_any_time(world_size: int, short: int) -> None:
-    """It waits for what it has posted: a gradient that came of a later forward would never come."""
+@pytest.mark.parametrize(
+    ("world_size", "short"),
+    [
+        *((world_size, (rank,)) for world_size, rank in ((2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 2))),
+        *((world_size, tuple(range(world_size))) for world_size in (2, 3, 4)),
+        (3, (1, 2)),
+    ],
+    ids=lambda value: str(value).strip("()"),
+)
+def test_stages_may_give_memory_back_at_any_time(world_size: int, short: tuple[int, ...]) -> None:
+    """Each waits for what it has posted: a gradient that came of a later forward would never come."""
     *_, total = run_ranks(_short_of_memory, world_size, short, strict=True)
     assert total == 5 * 64 * 4 ** (world_size - 2)
+
+
+def _short_with_tied_embedding(rank: int, short: tuple[int, ...]) -> bool:
+    """The weight of both ends is in a bucket of both ends, which the last stage fills first."""
+    torch.set_default_dtype(torch.float64)
+    middle = (0, 2, LAYERS) if dist.get_world_size() == 2 else (0, 1, 3, LAYERS)
+    stages = tuple(Stage(ranks=(i,), layers=cut) for i, cut in enumerate(pairwise(middle)))
+    pipeline = Pipeline(stages=stages, micro_batch_size=2, micro_batches=3)
+    plan = Plan(pipelines=(pipeline,), model=PlannedModel(num_layers=LAYERS, num_heads=4, num_kv_heads=4))
+    made, model = ProcessGroups(), Model(tied=True)
+    groups = make_boundary_groups(plan, made)
+    layers = stages[rank].layers
+    assert layers is not None
+    held = model.held(layers)
+    # One parameter a bucket, so that each leaves as soon as it may.
+    sync = AsymmetricGradientSync(
+        held, pipeline_layouts(held, plan), replicas=[plan.ranks], groups=made, bucket_bytes=1
+    )
+
+    def compute(batch: Batch, hidden: torch.Tensor | None) -> torch.Tensor:
+        loss_or_hidden: torch.Tensor = model.run(layers, batch, [(0, batch.length)], hidden)
+        return loss_or_hidden
+
+    runner = PipelineRunner(neighbours_of(plan, rank, groups, torch.device("cpu")), compute, WIDTH, torch.float64)
+    (batches,) = batches_of(plan, 0)
+    with own_device().allocating_by_free() if rank in short else nullcontext():
+        runner.train(batches, sync)
+        sync.finish()
+    _, expected = one_process(plan, 0, tied=True)
+    norm = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt().item()
+    return abs(sync.grad_norm() - norm) < 1e-12
+
+
+@pytest.mark.parametrize(("world_size", "short"), [(2, (1,)), (2, (0, 1)), (3, (0, 1, 2))], ids=str)
+def test_a_tied_embedding_leaves_no_stage_waiting(world_size: int, short: tuple[int, ...]) -> None:
+    """The first stage has its part of the bucket after the input gradient of the last one."""
+    assert all(run_ranks(_short_with_tied_embedding, world_size, short, strict=True))
 
 
 def _posts_on_gloo(rank: int) -> tuple[bool, bool]:

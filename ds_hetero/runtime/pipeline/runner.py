@@ -1,13 +1,22 @@
 """1F1B on one rank: the passes of its stage in order, with the hops to its neighbours under them.
 
-A step runs every micro-batch of the rank's pipeline forward and backward. Receives are posted one pass of their kind
-ahead, so that a transfer runs under the pass before it; sends are waited for when their stage runs so many passes ahead
-that they must have arrived. What is kept of a micro-batch between its two passes is the stage's input and its output.
+A step runs every micro-batch of the rank's pipeline forward and backward. Sends are waited for when their stage runs so
+many passes ahead that they must have arrived. What is kept of a micro-batch between its two passes is the stage's input
+and its output. Before its first message a step connects the ranks that it will send between.
 
-A gradient is asked for when the stage after has all outputs that it needs before it sends it, and no earlier: on NCCL
-a posted receive occupies the device until its message comes, and until then whatever needs an idle device stands still,
-such as memory that is given back to the driver. Before its first message a step connects the ranks that it will send
-between.
+On NCCL a posted message occupies the device until its other end is posted, and until then whatever needs an idle device
+stands still, such as memory that is given back to the driver, or the loading of a module. Any stages may need it at the
+same time, so of all that a stage has posted when it begins a pass, nothing may need that pass, or one of a stage that
+stands still in turn:
+
+    activations  are asked for by the pass that takes them. One that is asked for earlier keeps this stage from sending
+                 a gradient, and the stage before, which asks for that gradient, from making what was asked for.
+    gradients    are asked for when the stage after has all outputs that it needs before it sends them, and at once:
+                 it may need an idle device behind its send.
+    buckets      of the gradient synchronizer leave behind the last input gradient: their other members may wait for it.
+
+Transfers run under the pass before all the same, for the host posts them while its device still computes that.
+Where messages are the host's matter, as on gloo, activations are asked for one pass ahead.
 
 Dimension key: b rows of a micro-batch, L tokens of its sequences, s tokens of this rank, H hidden size.
 """
@@ -18,10 +27,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ds_hetero.runtime.backends import pairs_by_order
 from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.pipeline.hops import Boundary, BoundaryGroups, Receiving, Sending
 from ds_hetero.runtime.step_clock import UNTIMED, Clock
@@ -34,6 +45,16 @@ StageCompute = Callable[[StageBatch, Tensor | None], Tensor]
 Given [b, s, H] from the stage before, None on the first; returns [b, s, H], on the last stage a scalar, this rank's
 summand of the loss.
 """
+
+
+class Synchronizer(Protocol):
+    """What synchronizes gradients; see `ds_hetero.gradient_sync.sync`."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let gradients add up."""
+
+    def held_back(self) -> AbstractContextManager[None]:
+        """Let gradients leave at the end."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,35 +111,32 @@ class PipelineRunner:
         self._neighbours, self._compute = neighbours, compute
         self._width, self._dtype, self._clock = width, dtype, clock
 
-    def train(
-        self, batches: Sequence[StageBatch], no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> Tensor | None:
+    def train(self, batches: Sequence[StageBatch], sync: Synchronizer | None = None) -> Tensor | None:
         """Run all passes; return the sum of losses on the last stage, else None. Raises `PeerError`: one failed.
 
         Args:
-            no_sync: gradients of all backwards but the last are computed inside.
+            sync: of the gradients, which leave in the last backward, or behind it; None where they stay.
 
         Caller: every rank of the pipeline, with the same micro-batches.
         """
         in_flight = self._neighbours.pipeline.in_flight(self._neighbours.stage)
-        return self._run(batches, one_f_one_b(in_flight, len(batches)), no_sync)
+        return self._run(batches, one_f_one_b(in_flight, len(batches)), sync)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[StageBatch]) -> Tensor | None:
         """Run the forwards alone; the arguments and the result are those of `train`."""
-        return self._run(batches, [Action(FORWARD, k) for k in range(len(batches))], nullcontext)
+        return self._run(batches, [Action(FORWARD, k) for k in range(len(batches))], None)
 
     def _run(
         self,
         batches: Sequence[StageBatch],
         actions: Sequence[Action],
-        no_sync: Callable[[], AbstractContextManager[None]],
+        sync: Synchronizer | None,
     ) -> Tensor | None:
         near = self._neighbours
         has_backwards = any(action.kind == BACKWARD for action in actions)  # else no gradient comes that is asked for
         self._connect(batches, has_backwards)
         inputs = _Inbox(near.inputs, batches, self._width, self._dtype)
-        inputs.expect(len(batches))
         gradients = _Inbox(near.output_gradients if has_backwards else None, batches, self._width, self._dtype)
         in_flight_after = 1 if near.outputs is None else near.pipeline.in_flight(near.stage + 1)
         outbox = _Outbox(near.pipeline.in_flight(0))
@@ -129,6 +147,8 @@ class PipelineRunner:
             clock.start_pass(kind, k)
             if kind == FORWARD:
                 hidden = inputs.take(k)
+                if inputs.may_ask_ahead:
+                    inputs.expect(k + 2)
                 clock.mark()
                 if hidden is not None and torch.is_grad_enabled():
                     hidden.requires_grad_()
@@ -146,15 +166,15 @@ class PipelineRunner:
                 hidden, output = kept.pop(k)
                 gradient = gradients.take(k)
                 clock.mark()
-                if output.requires_grad:  # not if nothing before it is trained
-                    with nullcontext() if k == len(batches) - 1 else no_sync():
+                with _buckets(sync, is_last=k == len(batches) - 1, has_sent=near.input_gradients is None):
+                    if output.requires_grad:  # not if nothing before it is trained
                         torch.autograd.backward(output, gradient)
-                del output
-                clock.mark()
-                if near.input_gradients is not None:
-                    assert hidden is not None
-                    back = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
-                    outbox.put(near.input_gradients.send(back, batches[k].length))
+                    del output
+                    clock.mark()
+                    if near.input_gradients is not None:
+                        assert hidden is not None
+                        back = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+                        outbox.put(near.input_gradients.send(back, batches[k].length))
             clock.mark()
         outbox.close()
         return total
@@ -171,43 +191,44 @@ class PipelineRunner:
                 boundary.connect(lengths)
 
 
+def _buckets(sync: Synchronizer | None, *, is_last: bool, has_sent: bool) -> AbstractContextManager[None]:
+    """What a backward does with its gradients: they add up, leave behind the input gradient, or leave at once."""
+    if sync is None:
+        return nullcontext()
+    if not is_last:
+        return sync.no_sync()
+    return nullcontext() if has_sent else sync.held_back()
+
+
 class _Inbox:
-    """Inbox of one boundary; one micro-batch is asked for ahead of the one that is taken, if it is expected."""
+    """Inbox of one boundary: what belongs to micro-batches, in their order."""
 
     def __init__(
         self, boundary: Boundary | None, batches: Sequence[StageBatch], width: int, dtype: torch.dtype
     ) -> None:
         self._boundary, self._batches, self._width, self._dtype = boundary, batches, width, dtype
         self._asked: deque[Receiving] = deque()
-        self._num_taken = self._num_asked = self._num_expected = 0
+        self._num_asked = 0
+
+    @property
+    def may_ask_ahead(self) -> bool:
+        """Whether what is asked for and has not come keeps nobody from computing."""
+        return self._boundary is not None and not pairs_by_order(self._boundary.connections.group)
 
     def expect(self, count: int) -> None:
-        """The neighbour needs nothing further of this rank to send what belongs to the first ``count`` micro-batches.
-
-        Nothing else may be asked for: NCCL's receive is a kernel that runs until the message has come, and while it
-        runs the allocator cannot give memory back, and no module be loaded, which the next forward may have to do.
-        """
-        self._num_expected = count
-        self._ask()
+        """Ask for what belongs to the first ``count`` micro-batches, as far as it has not been asked for."""
+        if self._boundary is None:
+            return
+        for batch in self._batches[self._num_asked : count]:
+            self._asked.append(self._boundary.receive(batch.rows, batch.length, self._width, self._dtype))
+            self._num_asked += 1
 
     def take(self, k: int) -> Tensor | None:
         """Return what belongs to micro-batch ``k``, the next in order; None without a boundary."""
         if self._boundary is None:
             return None
-        if not self._asked:
-            self.expect(k + 1)  # a plan whose next stage runs further ahead than this one
-        received = self._asked.popleft().wait()
-        self._num_taken = k + 1
-        self._ask()
-        return received
-
-    def _ask(self) -> None:
-        if self._boundary is None:
-            return
-        while self._num_asked < min(self._num_taken + 1, self._num_expected):
-            batch = self._batches[self._num_asked]
-            self._asked.append(self._boundary.receive(batch.rows, batch.length, self._width, self._dtype))
-            self._num_asked += 1
+        self.expect(k + 1)
+        return self._asked.popleft().wait()
 
 
 class _Outbox:

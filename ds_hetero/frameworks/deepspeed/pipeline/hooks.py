@@ -90,7 +90,7 @@ def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, num_items: An
     steps = [whole] if is_training else list(of_at_most(whole, samples_of_step(plan)))
     batches = [StageBatch(whole=rows, scale=scale) for step in steps for rows in micro_batches(plan, place[0], step)]
     sync = pipelined.engine.optimizer.sync
-    value = pipelined.runner.train(batches, sync.no_sync) if is_training else pipelined.runner.evaluate(batches)
+    value = pipelined.runner.train(batches, sync) if is_training else pipelined.runner.evaluate(batches)
     return nothing if value is None or _is_copy(pipelined) else value.to(dtype)
 
 
