@@ -41,7 +41,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.runtime.peers.calls import History, own_calls
 from ds_hetero.runtime.peers.posted import Collective, Numbered, is_unfinished, latest_posted, num_begun
-from ds_hetero.runtime.peers.stack import is_call_of_script, line_of_script, waits_for_ranks
+from ds_hetero.runtime.peers.stack import is_call_of_script, line_of_script, place_of, waits_for_ranks
 
 ENDED, FAILED, STOPPED = "ended", "failed", "stopped"
 
@@ -286,7 +286,7 @@ def own_place() -> Place:
     name = innermost.f_code.co_name
     return Place(
         mark=(id(innermost), innermost.f_lasti),
-        text=f"{name}{line_of_script(innermost)}",
+        text=place_of(name, line_of_script(innermost)),
         waits=waits,
         in_script=waits and is_call_of_script(innermost),
         in_store=name in _MAKING_GROUPS,

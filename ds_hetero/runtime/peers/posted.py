@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ds_hetero.runtime.backends import name_of_backend
-from ds_hetero.runtime.peers.stack import is_call_of_script, line_of_script
+from ds_hetero.runtime.peers.stack import Line, is_call_of_script, line_of_script, place_of
 
 COLLECTIVES = (
     "allgather",
@@ -90,18 +90,29 @@ def begin_noting() -> None:
     _num_messages.clear()
     _num_noted.clear()
     _by_group.clear()
+    _ranks.clear()
     _counts_before = _counts()
+
+
+def stop_noting() -> None:
+    """Put the methods of `ProcessGroup` back."""
+    global _latest
+    while _stock_methods:
+        name, stock = _stock_methods.popitem()
+        setattr(dist.ProcessGroup, name, stock)
+    _latest = None
 
 
 def latest_posted() -> Posted | None:
     """The latest call, where calls return before they are over, as on NCCL; None elsewhere, and before the first."""
-    return _latest
+    return None if _latest is None else _latest.posted()
 
 
 def posted_by_group() -> dict[str, list[Numbered]]:
     """The latest collectives of every process group, oldest first, where calls return before they are over."""
     with _lock_of_counts:
-        return {group: list(calls) for group, calls in _by_group.items()}
+        noted = {group: list(calls) for group, calls in _by_group.items()}
+    return {group: [each.numbered() for each in calls] for group, calls in noted.items()}
 
 
 def is_unfinished() -> bool:
@@ -127,12 +138,13 @@ def num_begun() -> dict[str, int]:
 
 
 _num_noted: Counter[str] = Counter()  # collectives, by process group; before they are made, since NCCL may block there
-_by_group: dict[str, deque[Numbered]] = {}
+_by_group: dict[str, deque[_Note]] = {}
+_ranks: dict[str, Sequence[int]] = {}  # of process groups, by name
 _counts_before: dict[str, int] = {}
 # gloo counts messages from rank to rank among the collectives, of which ranks send unequally many: they are subtracted.
 _num_messages: Counter[str] = Counter()  # of gloo, by process group
 _lock_of_counts = threading.Lock()
-_latest: Posted | None = None
+_latest: _Note | None = None
 
 
 def _flight_recorder() -> Callable[[bool], str | bytes] | None:
@@ -148,15 +160,19 @@ def _counts() -> dict[str, int]:
     return {name: number - _num_messages[name] for name, number in numbers.items()}
 
 
-@functools.cache  # once per process
+_stock_methods: dict[str, Any] = {}  # of `ProcessGroup`, by name, while they are wrapped
+
+
 def _wrap_process_groups() -> None:
-    for name in MESSAGES:
-        setattr(dist.ProcessGroup, name, _counted(getattr(dist.ProcessGroup, name)))
-    if _flight_recorder() is None:
-        return  # all calls block where they are made
-    for name in (*COLLECTIVES, *MESSAGES):
-        if hasattr(dist.ProcessGroup, name):
-            setattr(dist.ProcessGroup, name, _noted(name, getattr(dist.ProcessGroup, name)))
+    if _stock_methods:
+        return
+    returns_at_once = _flight_recorder() is not None  # else all calls block where they are made
+    for name in (*COLLECTIVES, *MESSAGES) if returns_at_once else MESSAGES:
+        if not hasattr(dist.ProcessGroup, name):
+            continue
+        stock = _stock_methods[name] = getattr(dist.ProcessGroup, name)
+        counted = _counted(stock) if name in MESSAGES else stock
+        setattr(dist.ProcessGroup, name, _noted(name, counted) if returns_at_once else counted)
 
 
 def _counted(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,18 +195,46 @@ def _noted(method: str, stock: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
+class _Note(NamedTuple):
+    """A call that was made, as it is noted: what people are told is written when it is asked for."""
+
+    number: int  # of a collective among those of its process group, 0 of a message
+    group: str  # name of the process group
+    ranks: Sequence[int]  # of a collective's group, in the whole job
+    function: str  # that the script knows
+    line: Line | None  # of the script
+    in_script: bool
+
+    @property
+    def place(self) -> str:
+        """See `Posted`."""
+        return place_of(self.function, self.line)
+
+    def numbered(self) -> Numbered:
+        """A collective."""
+        return Numbered(self.number, self.function, self.place)
+
+    def posted(self) -> Posted:
+        """The call."""
+        collective = Collective(self.function, self.group, self.ranks) if self.number else None
+        return Posted(self.place, self.in_script, collective)
+
+
 def _note(method: str, group: dist.ProcessGroup, caller: FrameType) -> None:
     global _latest
     # Scripts know the functions of torch.distributed, not the methods below them.
     is_public = caller.f_code.co_filename == distributed_c10d.__file__
-    name = caller.f_code.co_name if is_public else method
-    place = f"{name}{line_of_script(caller)}"
-    collective = None
-    if method not in MESSAGES:
-        collective = Collective(name, group.group_name, dist.get_process_group_ranks(group))
+    function = caller.f_code.co_name if is_public else method
+    name, line, in_script = group.group_name, line_of_script(caller), is_call_of_script(caller)
+    if method in MESSAGES:
+        note = _Note(0, name, (), function, line, in_script)
+    else:
+        ranks = _ranks.get(name)
+        if ranks is None:
+            ranks = _ranks[name] = dist.get_process_group_ranks(group)
         with _lock_of_counts:
-            _num_noted[group.group_name] += 1
-            numbered = Numbered(_num_noted[group.group_name], name, place)
-            _by_group.setdefault(group.group_name, deque(maxlen=_KEPT)).append(numbered)
+            _num_noted[name] += 1
+            note = _Note(_num_noted[name], name, ranks, function, line, in_script)
+            _by_group.setdefault(name, deque(maxlen=_KEPT)).append(note)
     if threading.current_thread() is threading.main_thread():
-        _latest = Posted(place, is_call_of_script(caller), collective)
+        _latest = note

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 _PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), _PACKAGE)
@@ -31,14 +32,30 @@ def waits_for_ranks(frame: FrameType) -> bool:
 
 def is_call_of_script(frame: FrameType) -> bool:
     """Whether the script made the call that ``frame`` is in, and not an engine for it."""
-    caller = _first(frame, lambda file: not _is_wrapper(file))
+    caller = _first(frame, _is_no_wrapper)
     return caller is None or not _is_engine(caller.f_code.co_filename)
 
 
-def line_of_script(frame: FrameType) -> str:
-    """The innermost line of the script, as " at train.py:41"; empty where there is none."""
-    line = _first(frame, lambda file: not _is_library(file))
-    return "" if line is None else f" at {Path(line.f_code.co_filename).name}:{line.f_lineno}"
+class Line(NamedTuple):
+    """A line of a file; its text is made when it is asked for."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        """As "train.py:41"."""
+        return f"{Path(self.file).name}:{self.number}"
+
+
+def line_of_script(frame: FrameType) -> Line | None:
+    """The innermost line of the script; None where there is none."""
+    found = _first(frame, _is_of_script)
+    return None if found is None else Line(found.f_code.co_filename, found.f_lineno)
+
+
+def place_of(function: str, line: Line | None) -> str:
+    """A call for people, as "all_reduce at train.py:41"."""
+    return function if line is None else f"{function} at {line}"
 
 
 def _first(frame: FrameType | None, matches: Callable[[str], bool]) -> FrameType | None:
@@ -55,8 +72,8 @@ def _is_waiting(file: str) -> bool:
 
 
 @functools.cache
-def _is_wrapper(file: str) -> bool:
-    return any(part in file for part in _WRAPPERS)
+def _is_no_wrapper(file: str) -> bool:
+    return not any(part in file for part in _WRAPPERS)
 
 
 @functools.cache
@@ -65,5 +82,5 @@ def _is_engine(file: str) -> bool:
 
 
 @functools.cache
-def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES)
+def _is_of_script(file: str) -> bool:
+    return not file.startswith(_LIBRARIES)
