@@ -28,6 +28,7 @@ from ds_hetero.frameworks.transformers import adapter as transformers
 from ds_hetero.frameworks.transformers import names as transformers_names
 from ds_hetero.frameworks.trl import adapter as trl
 from ds_hetero.runtime.peers.board import sign_with
+from ds_hetero.runtime.peers.watch import stop_watch
 
 _active: tuple[Handle, Registry] | None = None
 
@@ -61,6 +62,7 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     adapters = Adapters(models=transformers, processes=accelerate, trainers=trl)
     registry = Registry(ds_config, adapters)
     registry.patches.on_undo(_forget)
+    registry.patches.on_undo(stop_watch)
     process.install_excepthook(registry.patches)
     process.install(registry.patches)
     extension_lock.install(registry.patches)

@@ -24,7 +24,7 @@ from ds_hetero.common.text import ranks_by_value, ranks_text
 from ds_hetero.errors import CheckpointError, HeteroError, PeerError, StepError
 from ds_hetero.runtime.backends import message_device
 from ds_hetero.runtime.peers.calls import REMEDY, own_calls
-from ds_hetero.runtime.peers.watch import current_phase, start_watch, waiting_for_peers
+from ds_hetero.runtime.peers.watch import current_phase, current_watch, start_watch, waiting_for_peers
 
 T = TypeVar("T")
 
@@ -79,10 +79,11 @@ def messages_group() -> ProcessGroup:
     global _messages_group
     world = dist.group.WORLD
     assert world is not None
+    watch = current_watch()
+    if watch is None or watch.group is not world:  # the first call, or the first one after a handle was undone
+        start_watch(timeout_of_job().total_seconds(), _agreed_name())
     if _messages_group is None or _messages_group[0] is not world:
-        timeout = timeout_of_job()
-        start_watch(timeout.total_seconds(), _agreed_name())
-        _messages_group = world, dist.new_group(timeout=timeout)
+        _messages_group = world, dist.new_group(timeout=timeout_of_job())
     return _messages_group[1]
 
 

@@ -39,7 +39,7 @@ from ds_hetero.runtime.peers.board import (
 )
 from ds_hetero.runtime.peers.calls import own_calls, own_gathers
 from ds_hetero.runtime.peers.diagnosis import GONE, STEP, STORE_GONE, Diagnosis, Evidence, diagnose, diagnose_alone
-from ds_hetero.runtime.peers.posted import begin_noting, posted_by_group
+from ds_hetero.runtime.peers.posted import begin_noting, posted_by_group, stop_noting
 
 _TICK_S = 0.25
 _PATIENCE_S = 1.0  # in one place, before this rank asks where the others are; doubled after every answer
@@ -81,6 +81,11 @@ class Watch:
         self._thread.start()
         threading.Thread(target=self._guard, name="ds_hetero.guard", daemon=True).start()
         atexit.register(self._speak, ENDED, "")
+
+    def stop(self) -> None:
+        """Leave the other ranks to themselves; called on every rank, one may still wait for another then."""
+        atexit.unregister(self._speak)
+        self._speak(ENDED, "")
 
     def explain(self) -> Diagnosis | None:
         """Find out which rank is gone, after the backend has reported that one is; None if nobody is to blame."""
@@ -329,6 +334,15 @@ def start_watch(timeout_s: float, attempt: str = "") -> Watch:
     if _current is None or _current.group is not dist.group.WORLD:
         _current = Watch(default_group(), timeout_s, attempt)
     return _current
+
+
+def stop_watch() -> None:
+    """End the watch of this process: the other ranks hear that this one has ended, and nothing is noted any more."""
+    global _current
+    if _current is not None:
+        _current.stop()
+        _current = None
+    stop_noting()
 
 
 # What gloo and NCCL say when another rank is gone; no class of exception tells it from other failures.
