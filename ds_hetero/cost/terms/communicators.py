@@ -38,7 +38,7 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Node
 from ds_hetero.common.arrays import Floats
-from ds_hetero.common.text import GB
+from ds_hetero.common.units import GB
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.workload import Workload
 

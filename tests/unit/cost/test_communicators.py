@@ -10,7 +10,7 @@ import pytest
 from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cluster.notation import read_notation
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.text import GB, GIB
+from ds_hetero.common.units import GB, GIB
 from ds_hetero.cost.terms.communicators import (
     LOCAL_CONNECTION_BYTES,
     REMOTE_MESSAGE_BYTES,
