@@ -20,8 +20,8 @@ has one connection's worth. All-to-alls are messages between all pairs.
     boundaries of stages    two stages, two of them  yes          the other stage
     gradient sync           holders of an element    yes          all of them
 
-What is said here bounds the need from above: which ring and tree NCCL builds, and whether buffers of the network are on
-the device at all (only where the port reads device memory itself), is not known before a job runs. Buffers of NVLink
+These figures are bounds from above. It is not known before a job runs which ring and tree NCCL builds, and whether
+buffers of the network are on the device at all (only where the port reads device memory itself). Buffers of NVLink
 SHARP are not counted. Measured by others: a first all-to-all of 8 H100 takes 3.28 GB beside PyTorch's memory, in
 buffers of 10 and 2 MiB, 32 channels a peer (NVIDIA/nccl#1685). Of those 2.82 GB are the messages here, and 0.20 GB the
 tables. This project has measured none.

@@ -16,6 +16,7 @@ returns from a call at once, and its wait is a kernel's: the rank goes on until 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import sys
 import threading
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ds_hetero.runtime.backends import name_of_backend
-from ds_hetero.runtime.peers.stack import Line, is_call_of_script, line_of_script, place_of
+from ds_hetero.runtime.peers.stack import ScriptLine, is_call_of_script, line_of_script, place_of
 
 COLLECTIVES = (
     "allgather",
@@ -170,7 +171,9 @@ def _wrap_process_groups() -> None:
     for name in (*COLLECTIVES, *MESSAGES) if returns_at_once else MESSAGES:
         if not hasattr(dist.ProcessGroup, name):
             continue
-        stock = _stock_methods[name] = getattr(dist.ProcessGroup, name)
+        # As it stands in the class, where it binds its group; what getattr makes of a method of pybind11's does not.
+        _stock_methods[name] = inspect.getattr_static(dist.ProcessGroup, name)
+        stock = getattr(dist.ProcessGroup, name)
         counted = _counted(stock) if name in MESSAGES else stock
         setattr(dist.ProcessGroup, name, _noted(name, counted) if returns_at_once else counted)
 
@@ -202,7 +205,7 @@ class _Note(NamedTuple):
     group: str  # name of the process group
     ranks: Sequence[int]  # of a collective's group, in the whole job
     function: str  # that the script knows
-    line: Line | None  # of the script
+    line: ScriptLine | None  # of the script
     in_script: bool
 
     @property

@@ -36,7 +36,7 @@ def is_call_of_script(frame: FrameType) -> bool:
     return caller is None or not _is_engine(caller.f_code.co_filename)
 
 
-class Line(NamedTuple):
+class ScriptLine(NamedTuple):
     """A line of a file; its text is made when it is asked for."""
 
     file: str
@@ -47,13 +47,13 @@ class Line(NamedTuple):
         return f"{Path(self.file).name}:{self.number}"
 
 
-def line_of_script(frame: FrameType) -> Line | None:
+def line_of_script(frame: FrameType) -> ScriptLine | None:
     """The innermost line of the script; None where there is none."""
     found = _first(frame, _is_of_script)
-    return None if found is None else Line(found.f_code.co_filename, found.f_lineno)
+    return None if found is None else ScriptLine(found.f_code.co_filename, found.f_lineno)
 
 
-def place_of(function: str, line: Line | None) -> str:
+def place_of(function: str, line: ScriptLine | None) -> str:
     """A call for people, as "all_reduce at train.py:41"."""
     return function if line is None else f"{function} at {line}"
 

@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,11 +55,13 @@ def _code(value: Any) -> types.CodeType | None:
 def _codes() -> dict[str, types.CodeType]:
     """The code of every function of the frameworks, by its owner and name."""
     found = {}
-    for owner_name, owner in _owners():
-        for name, value in list(vars(owner).items()):
-            code = _code(value)
-            if code is not None:
-                found[f"{owner_name}.{name}"] = code
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names that are deprecated, and looked at
+        for owner_name, owner in _owners():
+            for name, value in list(vars(owner).items()):
+                code = _code(value)
+                if code is not None:
+                    found[f"{owner_name}.{name}"] = code
     return found
 
 
@@ -92,11 +95,12 @@ def _undone(rank: int) -> tuple[list[str], list[str], list[str], list[str]]:
 
 def test_undo_leaves_nothing_of_this_engine_in_the_frameworks() -> None:
     for ours, left, changed, threads in run_deepspeed(_undone, 2):
-        assert {
-            "torch._C._distributed_c10d.ProcessGroup.allreduce",
-            "torch._C._distributed_c10d.ProcessGroup.send",
+        for name in (
+            "ProcessGroup.allreduce",
+            "ProcessGroup.send",
             "deepspeed.initialize",
-            "accelerate.accelerator.Accelerator.__init__",
-            "transformers.trainer.Trainer.compute_loss",
-        } <= set(ours)
+            "Accelerator.__init__",
+            "Trainer.compute_loss",
+        ):
+            assert any(each.endswith(name) for each in ours), (name, ours)
         assert (left, changed, threads) == ([], [], [])
