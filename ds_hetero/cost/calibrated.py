@@ -42,7 +42,7 @@ from ds_hetero.cost.terms.model_states import owned_share_D
 from ds_hetero.cost.terms.phases import StandingMemory, memory_phases
 from ds_hetero.cost.terms.ring import ring_finish_s
 from ds_hetero.cost.terms.trained import layer_weight_bytes, trained_of_ends, trained_of_layer, trained_parameters
-from ds_hetero.cost.terms.zero import RingCollective
+from ds_hetero.cost.terms.zero import UNEVEN_GATHER_SLOWDOWN, UNEVEN_REDUCE_SLOWDOWN, RingCollective
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.schedule import Schedule
@@ -71,11 +71,14 @@ class CalibratedCostModel(CostModel):
             self._recurrent_share = model.recurrent.num_layers / model.num_layers
         owners = workload.zero_cluster or cluster
         self._collective = RingCollective.within(owners) if workload.zero_within else RingCollective.over(owners)
+        is_uneven = workload.zero_weights is not None and len(set(workload.zero_weights)) > 1
+        self._gather = self._collective.slowed(UNEVEN_GATHER_SLOWDOWN if is_uneven else 1.0)
+        self._reduce = self._collective.slowed(UNEVEN_REDUCE_SLOWDOWN if is_uneven else 1.0)
         self._gather_s = self._reduce_s = 0.0
         if workload.zero_stage == 3:
             gathered = layer_weight_bytes(model, workload)
-            self._gather_s = self._collective(gathered) + self._from_host_s(gathered)
-            self._reduce_s = self._collective(trained_of_layer(model, workload) * workload.gradient_bytes)
+            self._gather_s = self._gather(gathered) + self._from_host_s(gathered)
+            self._reduce_s = self._reduce(trained_of_layer(model, workload) * workload.gradient_bytes)
         self._host_s = [float(each.host_s.max()) for each in self._block.passes]
         self.floor_s = float(self._block_s(np.zeros((2, 1)))[0])
         self.loss_s_per_token_D = self._block.loss_s_per_token_D
@@ -182,8 +185,8 @@ class CalibratedCostModel(CostModel):
         stage, embedding, count = work.zero_stage, model.embedding_parameters, trained_parameters(model, work)
         zero_s, reductions = 0.0, work.micro_batches if stage >= 2 else 1
         if stage == 3:
-            loss_s += 2 * self._collective(embedding * work.element_bytes)
-            loss_s += self._collective(trained_of_ends(model, work) * work.gradient_bytes)
+            loss_s += 2 * self._gather(embedding * work.element_bytes)
+            loss_s += self._reduce(trained_of_ends(model, work) * work.gradient_bytes)
             if work.zero_within:  # twice, to be added up and back; what the last backward hides is not taken off
                 between_nodes = RingCollective.between(work.zero_cluster or self.cluster)
                 zero_s = 2 * between_nodes(count * work.gradient_bytes)

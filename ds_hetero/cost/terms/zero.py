@@ -6,13 +6,20 @@ from typing import NamedTuple
 
 from ds_hetero.cluster.topology import Cluster
 
+# Seconds of a collective of unequal parts, as a multiple of those of an even one of as many bytes. NCCL has none of
+# unequal parts: a gather is a broadcast for each rank in one group, which 2.30 schedules as one ring
+# (src/scheduler/allgatherv_sched.cc) and older releases do not; a reduction is a reduce for each rank. Never measured;
+# 1.0 to 1.5 is likely. A run on GPUs sets both: see `ds_hetero.selftest`, uneven gathers with their rate.
+UNEVEN_GATHER_SLOWDOWN = 1.0
+UNEVEN_REDUCE_SLOWDOWN = 1.0
+
 
 class RingCollective(NamedTuple):
     """An all-gather or a reduce-scatter over all ranks, linear in the bytes of the whole tensor.
 
     A ring over ranks in order of their nodes, as NCCL builds it: every rank receives all but its own part, every
     node receives it once over all its network ports together, and each hop waits for its link once
-    (Patarasuk and Yuan, 2009). Partitions of unequal size move the same total.
+    (Patarasuk and Yuan, 2009). Partitions of unequal size move the same total, by other calls: see `slowed`.
     """
 
     s_per_byte: float
@@ -21,6 +28,10 @@ class RingCollective(NamedTuple):
     def __call__(self, num_bytes: float) -> float:
         """Seconds for a tensor of ``num_bytes``."""
         return self.latency_s + num_bytes * self.s_per_byte if num_bytes else 0.0
+
+    def slowed(self, by: float) -> RingCollective:
+        """The same collective at a fraction of its speed."""
+        return RingCollective(self.s_per_byte * by, self.latency_s * by)
 
     @classmethod
     def over(cls, cluster: Cluster) -> RingCollective:

@@ -79,13 +79,16 @@ class Watch:
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="ds_hetero.peers", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._guard, name="ds_hetero.guard", daemon=True).start()
+        self._guard_thread = threading.Thread(target=self._guard, name="ds_hetero.guard", daemon=True)
+        self._guard_thread.start()
         atexit.register(self._speak, ENDED, "")
 
     def stop(self) -> None:
-        """Leave the other ranks to themselves; called on every rank, one may still wait for another then."""
+        """Leave the other ranks to themselves, and end both threads. Caller: every rank, when none waits."""
         atexit.unregister(self._speak)
         self._speak(ENDED, "")
+        self._is_over = True
+        self._guard_thread.join(4 * _TICK_S)
 
     def explain(self) -> Diagnosis | None:
         """Find out which rank is gone, after the backend has reported that one is; None if nobody is to blame."""

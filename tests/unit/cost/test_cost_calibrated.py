@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hetero.cluster import Cluster, cluster_from_dict, load_cluster
-from ds_hetero.cost import Grouping, Workload, make_cost_model
+from ds_hetero.cost import Grouping, Workload, calibrated, make_cost_model
 from ds_hetero.cost.terms.exchange import exchange_s
 from ds_hetero.cost.terms.head_cuts import kv_heads_of_ranks, ring_edges
 from ds_hetero.cost.terms.zero import RingCollective
@@ -237,6 +237,21 @@ def test_a_zero_collective_takes_the_slowest_link_of_a_ring_by_hand():
     assert RingCollective.over(cluster(2, 2, latency=10))(0) == 0
     # One hop inside each node and one between each pair of neighbours.
     assert RingCollective.over(cluster(2, 2, latency=10)).latency_s == pytest.approx(40e-6)
+
+
+def test_unequal_partitions_of_zero_3_take_as_many_times_as_long_as_is_measured(monkeypatch):
+    """Unequal weights alone; gathers and reductions have a constant each."""
+    slow = cluster(1, 1, between=0.001)
+    traffic = MODEL.layer_parameters * 2 * 0.5 / 0.001e9
+
+    def block_s(weights):
+        return cost(slow, zero_stage=3, zero_weights=weights).predict(ring(2, 8, 4)).block_s
+
+    assert block_s((3.0, 1.0)) == block_s((1.0, 1.0)) == pytest.approx(3 * traffic)  # two gathers, one reduction
+    monkeypatch.setattr(calibrated, "UNEVEN_GATHER_SLOWDOWN", 1.5)
+    monkeypatch.setattr(calibrated, "UNEVEN_REDUCE_SLOWDOWN", 2.0)
+    assert block_s((1.0, 1.0)) == pytest.approx(3 * traffic)
+    assert block_s((3.0, 1.0)) == pytest.approx((2 * 1.5 + 2.0) * traffic)
 
 
 def test_zero_traffic_hides_beside_the_block_as_far_as_it_fits():
