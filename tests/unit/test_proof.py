@@ -286,7 +286,12 @@ def test_a_step_without_a_planted_fault_has_no_cycle(by_order):
 
 
 def test_both_directions_of_a_boundary_on_one_communicator_lock(monkeypatch):
+    """Where activations are asked for one pass ahead: then they stand before a gradient that they depend on."""
+    real = messages._Passes._ask
     monkeypatch.setattr(messages, "GRADIENTS", messages.ACTIVATIONS)
+    monkeypatch.setattr(
+        messages._Passes, "_ask", lambda passes, kind, count: real(passes, kind, count + (kind == FORWARD))
+    )
     (text,) = _job().violations(True)
     assert text.startswith("calls that wait for each other") and "on activations [" in text
     assert list(_job().violations(False)) == []  # tags tell directions apart
@@ -296,11 +301,10 @@ def test_a_receive_of_a_gradient_before_the_first_forward_locks_where_it_connect
     """As pipelines did: each of two stages stood in a receive that its neighbour was to answer after a forward."""
     real = messages._Passes._ask
 
-    def ahead(passes, kind):
-        passes._num_due = max(passes._num_due, 1)
-        real(passes, kind)
+    def ahead(passes, kind, count):
+        real(passes, kind, count)
         if kind == FORWARD:
-            real(passes, BACKWARD)
+            real(passes, BACKWARD, 1)
 
     monkeypatch.setattr(messages._Passes, "_ask", ahead)
     assert list(_job().violations(True)) == []  # a step connects before its first message
@@ -313,6 +317,9 @@ def test_a_receive_of_a_gradient_before_the_first_forward_locks_where_it_connect
 def test_a_bucket_that_connects_its_ranks_inside_a_hook_locks(monkeypatch):
     """The last stage waits in the bucket of tied weights for the first, which waits for the gradient after it."""
     monkeypatch.setattr(messages, "connect_owners", lambda log, buckets: None)
+    assert list(_job(tied=True).violations(True)) == []  # a bucket is held back until that gradient has been sent
+    held_at_nothing = property(lambda sync: False, lambda sync, value: None)
+    monkeypatch.setattr(messages.Sync, "holds_back", held_at_nothing, raising=False)
     (text,) = _job(tied=True).violations(True)
     assert text.startswith("calls that wait for each other") and "all_to_all" in text
 
