@@ -108,7 +108,7 @@ def largest_difference(plan: Plan, device: torch.device, tied: bool) -> dict[str
         return model.run(stage.layers, batch, tokens, hidden)
 
     runner = PipelineRunner(neighbours_of(plan, rank, groups, device), compute, _WIDTH, torch.float32)  # type: ignore[arg-type]
-    loss = runner.train(_batches(device), sync.no_sync)  # type: ignore[arg-type]
+    loss = runner.train(_batches(device), sync)  # type: ignore[arg-type]
     sync.finish()
     total = torch.zeros((), device=device)
     if loss is not None and (stage.inner != "tensor" or rank == stage.ranks[0]):

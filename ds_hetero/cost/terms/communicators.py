@@ -32,10 +32,11 @@ Dimension key: D ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 
+from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Node
 from ds_hetero.common.arrays import Floats
 from ds_hetero.common.units import GB
@@ -147,14 +148,21 @@ def _power_of_2_from(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def beyond_reserve(device: DeviceSpec, needed_bytes: float) -> float:
-    """The part of ``needed_bytes`` that a device's reserve does not cover.
+def _covered_bytes(device: DeviceSpec) -> float:
+    """Bytes of communicators that need none of a device's memory for tensors; infinite where buffers are the host's.
 
-    A device without a reserve, such as a CPU, exchanges by the host's memory: it needs nothing.
+    So they are of a device without a reserve, such as a CPU, and of GeForce: without peer-to-peer access NCCL takes
+    shared memory of the host (src/transport/shm.cc), and without GPUDirect RDMA the network's buffers are there, too.
     """
-    if not device.reserved_bytes:
-        return 0.0
-    return max(needed_bytes - _SHARE_OF_RESERVE * device.reserved_bytes, 0.0)
+    known = CATALOGUE.get(device.name)
+    if not device.reserved_bytes or (known is not None and not known.peer_to_peer):
+        return inf
+    return _SHARE_OF_RESERVE * device.reserved_bytes
+
+
+def beyond_reserve(device: DeviceSpec, needed_bytes: float) -> float:
+    """The part of ``needed_bytes`` that a device's reserve does not cover."""
+    return max(needed_bytes - _covered_bytes(device), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,8 +195,7 @@ class Communicators:
                 for channels, node in zip(by_node, cluster.nodes, strict=True)
             ]
             standing_D += np.array(of_node)[cluster.node_of_rank]
-        reserved_D = np.array([float(device.reserved_bytes) for device in cluster.devices])
-        covered_D = np.where(reserved_D > 0, _SHARE_OF_RESERVE * reserved_D, np.inf)
+        covered_D = np.array([_covered_bytes(device) for device in cluster.devices])
         return cls(replica=replica, by_node=by_node, standing_D=standing_D, covered_D=covered_D)
 
     def beyond_reserve_D(self, grouping: Grouping) -> Floats:

@@ -99,9 +99,9 @@ def test_zero_within_nodes_has_communicators_of_its_own() -> None:
     assert (within.standing_D - plain.standing_D).tolist() == [more] * 4
 
 
-def test_cpus_and_lone_devices_need_none() -> None:
+def test_cpus_geforce_and_lone_devices_need_none() -> None:
     cpus = cluster_from_dict({"nodes": [{"name": "host", "device": "CPU", "count": 8}]})
-    for cluster in (cpus, cluster_of("H100-SXM-80GB")):
+    for cluster in (cpus, cluster_of("H100-SXM-80GB"), cluster_of("2x4090 | 2x3090", "1.25")):
         communicators = Communicators.of(cluster, Workload(seq_len=4096))
         assert not communicators.beyond_reserve_D(Grouping(cluster, [range(cluster.num_ranks)])).any()
     assert beyond_reserve(cpus.devices[0], 10 * GIB) == 0
