@@ -10,6 +10,7 @@ watch where it does not, as NCCL.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ds_hetero.errors import PeerError
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device
+from ds_hetero.runtime.peers.board import FAILED
 from ds_hetero.runtime.peers.watch import start_watch, waiting_for_peers
 from ds_hetero.selftest.lines import Line
 from ds_hetero.selftest.session import Session
@@ -120,7 +122,7 @@ def main() -> None:
         timeout=timedelta(seconds=600),
         device_id=device if device.type == "cuda" else None,
     )
-    start_watch(600.0)
+    watch = start_watch(600.0)
     x = torch.ones(_ELEMENTS, device=device)
     try:
         with waiting_for_peers("adding up tensors"):
@@ -133,6 +135,8 @@ def main() -> None:
             x[0].item()
     except PeerError as error:
         print(f"PeerError: {error}", flush=True)
+        watch.say_last_words(FAILED, f"PeerError: {error}")  # as the hook of a job does
+        atexit._run_exitfuncs()  # the words are read; NCCL would wait for its kernels if the interpreter ended
         os._exit(1)
     os._exit(0)
 
