@@ -213,7 +213,8 @@ def _prepare(lock: Any, give_up: float) -> None:
     import deepspeed  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import ds_hetero.frameworks.transformers.model.facts  # noqa: F401
+    import ds_hetero.frameworks.transformers.model.facts
+    import ds_hetero.frameworks.transformers.model.small_llama  # noqa: F401
 
 
 def _row(task: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import sympy  # noqa: F401  torch imports it in a process's first backward with 
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import ds_hetero.frameworks.transformers.model.facts
+import ds_hetero.frameworks.transformers.model.small_llama
 import ds_hetero.registration
 import ds_hetero.selftest.run  # noqa: F401
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_hetero.engine.adapters import ResultsOfTokens
+from ds_hetero.engine.elastic_loader import ElasticLoader
 from ds_hetero.engine.forward_mode import Wanted, sharding
-from ds_hetero.engine.loader import ElasticLoader
 from ds_hetero.engine.model_calls import ModelCalls, calls_of, labels_that_count
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.engine.sharded_calls import call_sharded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ds_hetero.engine.loader import stands_for_none
+from ds_hetero.engine.loader_by_mode import stands_for_none
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
 from ds_hetero.runtime.loss import (

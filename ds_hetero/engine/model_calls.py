@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hetero.engine.adapters import SplitModel
-from ds_hetero.engine.loader import KNOWN_LOADERS, ModelLoader, WholeLoader
+from ds_hetero.engine.known_loaders import KNOWN_LOADERS
+from ds_hetero.engine.loader import ModelLoader, WholeLoader
 from ds_hetero.engine.mean_of_tokens import token_mean
 from ds_hetero.engine.registry import Registry
 from ds_hetero.engine.whole_model import WholeModel

@@ -44,7 +44,7 @@ def check_pipelines(session: Session) -> Iterator[Line]:
     if session.size == 1:
         yield Line("pipeline step", "skip", "one process has one stage")
         return
-    from ds_hetero.frameworks.transformers.model.facts import VOCAB_SIZE, llama_of
+    from ds_hetero.frameworks.transformers.model.small_llama import VOCAB_SIZE, llama_of
 
     plan = lone_stages(session.size)
     assert plan.batch_split is not None

@@ -132,7 +132,7 @@ class _Setting:
 def _measure(setting: _Setting, schedule: Schedule, cost: CostModel, session: Session) -> JsonDict:
     """Train some steps; seconds of the median step on its slowest rank, and the bytes of every rank."""
     from ds_hetero.frameworks.deepspeed.small_job import time_steps
-    from ds_hetero.frameworks.transformers.model.facts import llama
+    from ds_hetero.frameworks.transformers.model.small_llama import llama
 
     model = llama(setting.config)
     ids = torch.randint(

@@ -50,7 +50,7 @@ def check_training(session: Session) -> Iterator[Line]:
         yield Line("training step", "skip", str(error))
         return
     from ds_hetero.frameworks.deepspeed.small_job import train_one_step
-    from ds_hetero.frameworks.transformers.model.facts import VOCAB_SIZE, small_llama
+    from ds_hetero.frameworks.transformers.model.small_llama import VOCAB_SIZE, small_llama
 
     length = length_for(session.size)
     model = small_llama(NUM_HEADS, NUM_KV_HEADS, length)

@@ -83,7 +83,8 @@ def _timed(
 
 def _gather(full: Tensor, cut: Split) -> tuple[Tensor, Tensor]:
     """The whole, put together from shards; and what it should be."""
-    from ds_hetero.frameworks.deepspeed.zero.stage3 import Gathering, own_shard
+    from ds_hetero.frameworks.deepspeed.zero.weighted_gathering import Gathering
+    from ds_hetero.frameworks.deepspeed.zero.weighted_shards import own_shard
 
     world = dist.group.WORLD
     assert world is not None
@@ -93,7 +94,8 @@ def _gather(full: Tensor, cut: Split) -> tuple[Tensor, Tensor]:
 
 def _reduce(full: Tensor, cut: Split) -> tuple[Tensor, Tensor]:
     """This rank's shard of the sum; and what it should be."""
-    from ds_hetero.frameworks.deepspeed.zero.stage3 import own_shard, reduce_to_owners
+    from ds_hetero.frameworks.deepspeed.zero.weighted_gathering import reduce_to_owners
+    from ds_hetero.frameworks.deepspeed.zero.weighted_shards import own_shard
 
     world = dist.group.WORLD
     assert world is not None

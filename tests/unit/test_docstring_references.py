@@ -51,7 +51,6 @@ STALE = {
         "__params_to_release",
     },
     "ds_hetero.frameworks.deepspeed.zero.used_parameters": {"zero.reduction_order"},
-    "ds_hetero.planner.documents.summary": {"crossing"},
 }
 
 

@@ -141,7 +141,7 @@ def zero_3(context: Context) -> None:
     lifted = lift_checks()
     import ds_hetero
     from ds_hetero.frameworks.deepspeed.small_job import train_one_step
-    from ds_hetero.frameworks.transformers.model.facts import VOCAB_SIZE, small_llama
+    from ds_hetero.frameworks.transformers.model.small_llama import VOCAB_SIZE, small_llama
     from ds_hetero.values.baselines import ulysses
 
     context.join()

@@ -8,7 +8,7 @@ PRIVATE_NAMES = (
     "accelerate.accelerator:Accelerator._prepare_deepspeed",
     "accelerate.accelerator:prepare_data_loader",
     "accelerate.accelerator:skip_first_batches",
-    "accelerate.data_loader:BatchSamplerShard",  # these three by their attributes, see `ds_hetero.engine.loader`
+    "accelerate.data_loader:BatchSamplerShard",  # these three by their attributes, see `ds_hetero.engine.known_loaders`
     "accelerate.data_loader:DataLoaderShard",
     "accelerate.data_loader:IterableDatasetShard",
     "accelerate.scheduler:AcceleratedScheduler.step",

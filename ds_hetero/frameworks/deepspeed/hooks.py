@@ -27,7 +27,8 @@ from ds_hetero.frameworks.deepspeed.in_memory import is_in_memory
 from ds_hetero.frameworks.deepspeed.installer import Hook, HookedEngine
 from ds_hetero.frameworks.deepspeed.loading import expect_one_save
 from ds_hetero.frameworks.deepspeed.losses import BackwardsOfStep, LossScaling
-from ds_hetero.frameworks.deepspeed.saving import restore_random_states, save_whole
+from ds_hetero.frameworks.deepspeed.random_states import restore_random_states
+from ds_hetero.frameworks.deepspeed.saving import save_whole
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.job.prediction_check import PredictionCheck
 from ds_hetero.runtime.devices import default_device

@@ -83,7 +83,7 @@ def parts_in_memory(engine: Any, *, with_frozen: bool = True) -> Iterator[dict[s
         with_frozen: whether parameters that are not trained belong to them.
 
     Caller: every rank.
-    Collectives: with ZeRO-3 and unequal weights, those of `equal_shards`; with ZeRO-3, a gather at the end.
+    Collectives: with ZeRO-3 and unequal weights, those of `zero.equal_shards`; with ZeRO-3, a gather at the end.
     """
     kind = type(engine)  # whose methods are called as they are, without what is around them when files are written
     if engine._optimizer_has_ckpt_event_prologue():

@@ -1,37 +1,29 @@
 """Saving an engine's checkpoint: beside its folder, with a manifest, and one error on all ranks if any cannot write.
 
-DeepSpeed writes its own files by its own methods. What a rank cannot write is kept back until all ranks have done their
-part of the collectives that saving consists of; then all raise it.
-
-The random states of every rank in a checkpoint, so that dropout and shuffling go on as in one run.
-
-DeepSpeed saves none. They can be put back on as many ranks as have saved them: which rank draws what is not known of
-any other number.
+DeepSpeed writes its own files by its own methods. A rank that cannot write keeps its error back until all ranks have
+done their part of the collectives that saving consists of; then all raise it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from ds_hetero.common.reading import write_whole
 from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.in_memory import PartTaker, standing_in
-from ds_hetero.frameworks.deepspeed.protocols import CheckpointEngine, Content, Engine, State
+from ds_hetero.frameworks.deepspeed.protocols import CheckpointEngine, Content, Engine
+from ds_hetero.frameworks.deepspeed.random_states import save_random_states
 from ds_hetero.job.checkpoints import DRAFT, begin, discard, draft_of, publish, why_not_written
 from ds_hetero.job.manifest import MANIFEST, Manifest, SavedFile, seal_part
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.epochs import process_states, set_process_states
 from ds_hetero.values.plans import Plan
 
 STAMP = "ds_hetero_save"  # in every part: the step and the save that it is of
@@ -188,42 +180,3 @@ def _naming(folder: Path) -> Iterator[None]:
         raise CheckpointError(
             f"the checkpoint {folder} cannot be saved: {error}. The checkpoint that `latest` names is as it was."
         ) from error
-
-
-logger = logging.getLogger(__name__)
-
-_PART = "ds_hetero_random_states_{}.pt"
-
-
-def save_random_states(writer: CheckpointEngine, folder: Path) -> None:
-    """Write this rank's part."""
-    device = get_accelerator()
-    states = {"process": process_states(), "device": None if device.device_name() == "cpu" else device.get_rng_state()}
-    writer.save(states, str(folder / _PART.format(dist.get_rank())))
-
-
-def restore_random_states(folder: Path, manifest: Manifest) -> None:
-    """Go on with the random states of the ranks that saved a checkpoint; on another number of ranks, say that not.
-
-    Collectives: one `on_all_ranks`, where as many ranks have saved.
-    """
-    num_saved, num_ranks = (
-        sum(name.startswith(_PART.partition("{")[0]) for name in manifest.parts),
-        dist.get_world_size(),
-    )
-    if num_saved != num_ranks:
-        if dist.get_rank() == 0:
-            logger.warning(
-                "the checkpoint %s has the random states of %d ranks, and this job has %d: dropout and whatever else "
-                "draws random numbers goes on with those of this job, not as in one run",
-                folder,
-                num_saved,
-                num_ranks,
-            )
-        return
-    states: list[State] = []
-    path = folder / _PART.format(dist.get_rank())
-    on_all_ranks(lambda: states.append(torch.load(path, map_location="cpu", weights_only=False)))
-    set_process_states(states[0]["process"])
-    if states[0]["device"] is not None and get_accelerator().device_name() != "cpu":
-        get_accelerator().set_rng_state(states[0]["device"])

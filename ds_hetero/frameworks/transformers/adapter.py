@@ -8,7 +8,7 @@ from ds_hetero.engine.adapters import SplitModel, StagedModel
 from ds_hetero.engine.registry import Registry
 from ds_hetero.frameworks.transformers import attention, trainer
 from ds_hetero.frameworks.transformers.attention import keep_attention_function as keep_attention_function
-from ds_hetero.frameworks.transformers.model import entrance
+from ds_hetero.frameworks.transformers.model import stray_shards
 from ds_hetero.frameworks.transformers.model.facts import describe_model as describe_model
 from ds_hetero.frameworks.transformers.model.facts import read_facts_of_whole_model as read_facts_of_whole_model
 from ds_hetero.frameworks.transformers.model.facts import read_model_facts as read_model_facts
@@ -30,7 +30,7 @@ from ds_hetero.values.plans import Plan
 def install(registry: Registry) -> None:
     """Register our attention, let models look for shards, and replace methods of the Trainer."""
     attention.install(registry.patches)
-    entrance.install(registry.patches)
+    stray_shards.install(registry.patches)
     trainer.install(registry)
 
 

@@ -6,38 +6,28 @@ also when activation checkpointing runs it again in the backward, where nothing 
 other time (evaluation, generate) both functions pass the call on to the implementation that the model had before.
 
 Nothing that transformers registers is overwritten, and other models in the process are not touched.
-
-Which mask a model has: read from the mask function that transformers composed for it.
-
-Which attention a model had before it was switched to ours, kept by its configs.
-
-Attention under ``torch.autocast``, of which torch's own attention knows and ours would not.
-
-Rotary products leave queries and keys in fp32 beside values in half precision; torch casts all three.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.forward_mode import ShardedForward, forward_mode
 from ds_hetero.engine.patching import Patches
 from ds_hetero.errors import ModelError
-from ds_hetero.frameworks.transformers.names import MASK_PARTS
+from ds_hetero.frameworks.transformers.autocast import cast_alike
+from ds_hetero.frameworks.transformers.former_attention import former_implementation, naming_former, owner_of
+from ds_hetero.frameworks.transformers.mask_kind import MaskKind, mask_kind
 from ds_hetero.frameworks.transformers.protocols import AttentionLayer, ModelConfig
 from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.kernels import select
@@ -233,91 +223,3 @@ def _problem(options: _LayerOptions, mask: ShardedMask, head_dim: int, value_dim
     if value_dim > head_dim:
         return f"value heads of {value_dim}, query heads of {head_dim}"
     return None
-
-
-_SUPPORTED = {*MASK_PARTS, "remap_positions_for_packed_sequence"}  # the last since transformers 5.21
-
-
-class MaskKind(NamedTuple):
-    """Tokens that a layer's mask hides beside padding and other documents."""
-
-    causal: bool
-    window: int | None  # keys further back than ``window - 1`` tokens; None if there is no limit
-
-
-def mask_kind(mask_function: FunctionType) -> MaskKind:
-    """Read a mask function of transformers' known parts. Raises `ModelError`: chunks, blocks, or the model's own."""
-    parts = {_name(part): part for part in _parts(mask_function)}
-    if unsupported := sorted(set(parts) - _SUPPORTED):
-        raise ModelError(
-            f"a mask made of {', '.join(unsupported)} cannot be split over the sequence; causal, bidirectional and "
-            "causal sliding-window masks can, with padding or packed documents. Train this model with "
-            '"sequence_parallel_size": 1.'
-        )
-    overlay: Any = parts.get("sliding_window_overlay")
-    window = None if overlay is None else inspect.getclosurevars(overlay).nonlocals["sliding_window"]
-    return MaskKind("causal_mask_function" in parts, window)
-
-
-def _parts(mask_function: FunctionType) -> Iterator[FunctionType]:
-    """The function and all functions in its closure, theirs included."""
-    yield mask_function
-    for cell in mask_function.__closure__ or ():
-        contents = cell.cell_contents
-        for inner in contents if isinstance(contents, tuple) else (contents,):
-            if isinstance(inner, FunctionType):
-                yield from _parts(inner)
-
-
-def _name(part: FunctionType) -> str:
-    """Of the function in `transformers.masking_utils` that made it; qualified with its module for any other."""
-    if part.__module__ == masking_utils.__name__:
-        return part.__qualname__.partition(".")[0]
-    return f"{part.__module__}.{part.__qualname__}"
-
-
-_former: dict[int, str | None] = {}  # by id of a switched config that exists: its implementation before
-_owners: weakref.WeakValueDictionary[int, SplitModel] = weakref.WeakValueDictionary()  # likewise: whose config it is
-
-
-def remember_implementation(config: ModelConfig, owner: SplitModel) -> None:
-    """Remember which attention a ``config`` names before it is switched to ours; ``owner`` is not kept alive."""
-    _former[id(config)] = config._attn_implementation
-    _owners[id(config)] = owner
-    weakref.finalize(config, _former.pop, id(config), None).atexit = False
-
-
-def restore_implementation(config: ModelConfig) -> None:
-    """Give a switched config the attention that it named before."""
-    config._attn_implementation_internal = _former.pop(id(config))
-    _owners.pop(id(config), None)
-
-
-def former_implementation(config: ModelConfig) -> str:
-    """Name in ``config`` before the switch; eager, which is always exact, for a copy of a switched config."""
-    return _former.get(id(config), "eager") or "eager"
-
-
-@contextlib.contextmanager
-def naming_former(config: ModelConfig) -> Iterator[None]:
-    """Let the config name its former attention, which reads there which variant it is."""
-    switched = config._attn_implementation
-    config._attn_implementation_internal = former_implementation(config)
-    try:
-        yield
-    finally:
-        config._attn_implementation_internal = switched
-
-
-def owner_of(config: ModelConfig) -> SplitModel | None:
-    """The model that a switched config belongs to; None for a copy of a switched config."""
-    return _owners.get(id(config))
-
-
-def cast_alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values in the data type that autocast gives to torch's attention; as they are without it."""
-    device = query.device.type
-    if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
-        return query, key, value
-    dtype = torch.get_autocast_dtype(device)
-    return query.to(dtype), key.to(dtype), value.to(dtype)

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from ds_hetero.engine.loader import KNOWN_LOADERS
+from ds_hetero.engine.known_loaders import KNOWN_LOADERS
 from ds_hetero.engine.patching import Function
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import SamplingError

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from ds_hetero.engine.loader import KNOWN_LOADERS
+from ds_hetero.engine.known_loaders import KNOWN_LOADERS
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.start import ReplicaBatches
 from ds_hetero.runtime.collectives import on_all_ranks

@@ -27,7 +27,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ds_hetero.engine.adapters import SplitModel
 from ds_hetero.engine.forward_mode import Wanted, sharded_calls, sharding, wanted_results
-from ds_hetero.engine.loader import stands_for_none
+from ds_hetero.engine.loader_by_mode import stands_for_none
 from ds_hetero.engine.patching import Function, around
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import (

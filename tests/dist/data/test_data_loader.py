@@ -10,7 +10,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from ds_hetero.engine.loader import KNOWN_LOADERS
+from ds_hetero.engine.known_loaders import KNOWN_LOADERS
 from ds_hetero.errors import BatchError, PeerError
 from ds_hetero.runtime.data.epochs import process_states, set_process_states
 from ds_hetero.runtime.data.loader import ShardedLoader

@@ -7,7 +7,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 
-from ds_hetero.engine.loader import KNOWN_LOADERS
+from ds_hetero.engine.known_loaders import KNOWN_LOADERS
 from ds_hetero.errors import BatchError, PeerError
 from ds_hetero.runtime.data.loader import ShardedLoader
 from ds_hetero.runtime.replica import make_replica

@@ -60,7 +60,7 @@ def test_hooks_are_of_methods_that_the_engine_has_and_in_one_order() -> None:
 def _read_the_table(rank: int) -> tuple[dict[str, list[str]], dict[str, list[str]], list[str], bool]:
     import deepspeed
 
-    from ds_hetero.frameworks.deepspeed.engine import HOOKS
+    from ds_hetero.frameworks.deepspeed.hook_table import HOOKS
     from ds_hetero.frameworks.deepspeed.hooks import SplitEngine
     from ds_hetero.frameworks.deepspeed.names import ATTRIBUTES, PRIVATE_NAMES
     from ds_hetero.frameworks.deepspeed.pipeline.pipelined_engine import PipelinedEngine

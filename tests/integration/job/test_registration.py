@@ -364,7 +364,7 @@ def _train_one_after_another(rank: int) -> None:
     import deepspeed
 
     import ds_hetero
-    from ds_hetero.frameworks.transformers.attention import _former
+    from ds_hetero.frameworks.transformers.former_attention import _former
 
     handle = ds_hetero.register()
     models, replicas = [], []

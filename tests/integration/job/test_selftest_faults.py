@@ -124,7 +124,7 @@ def _stale_activations(patch: Patch) -> None:
 
 
 def _uneven_gather(patch: Patch) -> None:
-    from ds_hetero.frameworks.deepspeed.zero.stage3 import Gathering
+    from ds_hetero.frameworks.deepspeed.zero.weighted_gathering import Gathering
 
     right = Gathering.wait
 

@@ -364,7 +364,8 @@ def test_padding_that_no_mask_tells_of_is_refused_where_positions_are_counted_by
 
 def test_a_mask_of_a_shard_says_that_it_holds_no_numbers() -> None:
     from ds_hetero.errors import ModelError
-    from ds_hetero.frameworks.transformers.attention import MaskKind, ShardedMask
+    from ds_hetero.frameworks.transformers.attention import ShardedMask
+    from ds_hetero.frameworks.transformers.mask_kind import MaskKind
 
     mask: Any = ShardedMask(None, MaskKind(True, None))  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=r"reads its attention mask \(its 'shape'\)"):
@@ -378,7 +379,7 @@ def test_a_mask_is_read_from_the_parts_that_made_it() -> None:
     from transformers import masking_utils
 
     from ds_hetero.errors import ModelError
-    from ds_hetero.frameworks.transformers.attention import mask_kind
+    from ds_hetero.frameworks.transformers.mask_kind import mask_kind
 
     causal, full = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
     assert mask_kind(causal) == (True, None)

@@ -245,7 +245,7 @@ def sums_of_layers(rank, recomputes):
     """All-reduces of the forward and of the backward of all layers of a decoder."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ds_hetero.frameworks.transformers.stages.parts import TensorCut
+    from ds_hetero.frameworks.transformers.stages.tensor_cut import TensorCut
 
     model = llama(num_hidden_layers=LAYERS).train()
     if recomputes:

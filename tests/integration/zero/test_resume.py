@@ -52,7 +52,7 @@ def _train(engine: Any, loader: Any, epochs: int, folder: str = "", stop: int = 
 
 def _resume(rank: int, folder: str) -> list[str]:
     from ds_hetero.errors import CheckpointError
-    from ds_hetero.frameworks.deepspeed.saving import restore_random_states
+    from ds_hetero.frameworks.deepspeed.random_states import restore_random_states
     from ds_hetero.job.manifest import Manifest, read_manifest
 
     for stage in (1, 3):
@@ -73,7 +73,7 @@ def _resume(rank: int, folder: str) -> list[str]:
     logs: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logs.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ds_hetero.frameworks.deepspeed.saving").addHandler(handler)
+    logging.getLogger("ds_hetero.frameworks.deepspeed.random_states").addHandler(handler)
     manifest = read_manifest(Path(folder, "1", "t"))
     assert manifest is not None
     parts = {name: part for name, part in manifest.parts.items() if name != "ds_hetero_random_states_1.pt"}

@@ -158,7 +158,8 @@ def _move_shards(rank: int) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import CommDebugMode
 
-    from ds_hetero.frameworks.deepspeed.zero.stage3 import Gathering, own_shard, reduce_to_owners
+    from ds_hetero.frameworks.deepspeed.zero.weighted_gathering import Gathering, reduce_to_owners
+    from ds_hetero.frameworks.deepspeed.zero.weighted_shards import own_shard
 
     deepspeed.init_distributed("gloo")
     for weights in ((1, 2, 3), (5, 0.1, 1)):
@@ -193,7 +194,7 @@ def _use_parameters(rank: int) -> None:
         safe_set_full_optimizer_state,
     )
 
-    from ds_hetero.frameworks.deepspeed.zero.stage3 import is_weighted
+    from ds_hetero.frameworks.deepspeed.zero.parameter_cut import is_weighted
 
     weights = (3, 1)
     with deepspeed.zero.Init(config_dict_or_path=ds_config(3, ONE_EACH)):
@@ -324,7 +325,7 @@ def _move_parts(rank: int, parts: tuple[tuple[int, ...], ...]) -> tuple[list[Any
 
     from benchmarks.proof.events import Call
     from benchmarks.proof.recording import recording
-    from ds_hetero.frameworks.deepspeed.zero.stage3 import Gathering, reduce_to_owners
+    from ds_hetero.frameworks.deepspeed.zero.weighted_gathering import Gathering, reduce_to_owners
     from ds_hetero.values.splits import Split
 
     deepspeed.init_distributed("gloo", verbose=False)

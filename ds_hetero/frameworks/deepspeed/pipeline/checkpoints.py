@@ -24,7 +24,8 @@ from ds_hetero.frameworks.deepspeed.in_memory import is_in_memory, read_part
 from ds_hetero.frameworks.deepspeed.loading import expect_one_save
 from ds_hetero.frameworks.deepspeed.pipeline.pipelined_engine import PipelinedEngine
 from ds_hetero.frameworks.deepspeed.protocols import Content, State
-from ds_hetero.frameworks.deepspeed.saving import restore_random_states, save_whole
+from ds_hetero.frameworks.deepspeed.random_states import restore_random_states
+from ds_hetero.frameworks.deepspeed.saving import save_whole
 from ds_hetero.gradient_sync.shards import local_tensor, whole_parameter
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.sharding.gradient_chunks import Box, box_size

@@ -37,16 +37,13 @@ from ds_hetero.engine.patching import Function, Patches, around
 from ds_hetero.errors import ConfigError
 from ds_hetero.frameworks.deepspeed.protocols import Content, Engine, ZeroParameter
 from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes
-from ds_hetero.frameworks.deepspeed.zero.stage3 import (
-    check_nodes,
-    check_stage3,
-    is_weighted,
-    make_stage3_optimizer,
-    shard_of,
-)
+from ds_hetero.frameworks.deepspeed.zero.parameter_cut import is_weighted
+from ds_hetero.frameworks.deepspeed.zero.stage3 import make_stage3_optimizer
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
+from ds_hetero.frameworks.deepspeed.zero.stage3_checks import check_nodes, check_stage3
 from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
 from ds_hetero.frameworks.deepspeed.zero.user_optimizer import keep_adagrad, why_inexact
+from ds_hetero.frameworks.deepspeed.zero.weighted_shards import shard_of
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.sharding.zero_partition import check_weights, is_even, node_sizes
 from ds_hetero.values.section import SECTION

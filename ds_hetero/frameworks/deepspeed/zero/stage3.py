@@ -1,116 +1,41 @@
 """ZeRO-3 with parameters, gradients and optimizer state owned in proportion to weights.
 
 DeepSpeed's optimizer works on the local shards of parameters, whatever their sizes, once it has them; the shards are
-exchanged as soon as its parent object has made them, with `Nodes` so that every node has all. What is left to override
-is where it computes the place of a shard from its size and the rank, or counts on all shards having one size: averaging
-gradients, gathering and setting states, sub-groups, checkpoints. Methods with names like
-``_DeepSpeedZeroOptimizer_Stage3__x`` are its private ones.
+exchanged as soon as its parent object has made them, with `Nodes` so that every node has all. The overrides compute the
+place of a shard where DeepSpeed does it by size and rank, or counts on all shards having one size: averaging gradients,
+gathering and setting states, sub-groups, checkpoints. Methods with names like ``_DeepSpeedZeroOptimizer_Stage3__x`` are
+its private ones.
 
 In a checkpoint the shards are again of one size, see `stage3_checkpoint`.
 
-DeepSpeed cuts every parameter into shards of one size, and this is left so wherever a parameter is made: by
-``deepspeed.zero.Init``, by transformers' ``from_pretrained``, or when the engine takes a plain model over. `recut`
-then exchanges the shards for weighted ones and gives every parameter its cut, on which everything else here depends;
-parameters without one stay DeepSpeed's, also in one call with others.
-
-Key: n elements of a parameter, s elements of this rank's shard; cut.total >= n, see `cut_parameter`.
+Dimension key: n elements of a parameter, s elements of this rank's shard.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import deepspeed.runtime.superoffload.superoffload_stage3  # see make_stage3_optimizer
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARAM
 from deepspeed.runtime.zero.config import get_zero_config
-from deepspeed.runtime.zero.partition_parameters import (
-    ZeroParamStatus,
-    assert_ints_same_as_other_ranks,
-    get_allgather_dtype,
-)
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import set_z3_leaf_module
-from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ds_hetero.engine.ds_config import DsConfig
-from ds_hetero.errors import CheckpointError, ConfigError
 from ds_hetero.frameworks.deepspeed.in_memory import read_part
-from ds_hetero.frameworks.deepspeed.names import WHOLE
 from ds_hetero.frameworks.deepspeed.protocols import State, ZeroParameter
-from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes, NodeSums, chunks, start_exchange, write
-from ds_hetero.runtime.backends import gathers_unequal_parts
-from ds_hetero.sharding.zero_partition import FlatGroup, Move, cut_as_deepspeed, cut_parameter, is_even, moves
-from ds_hetero.values.section import SECTION
-from ds_hetero.values.splits import Split
-
-_CUT, _GROUP = "ds_hetero_cut", "ds_hetero_owners"
-
-
-def is_weighted(param: ZeroParameter) -> bool:
-    """Whether `recut` gave a parameter its shards; else they are DeepSpeed's."""
-    return hasattr(param, _CUT)
-
-
-def cut_of(param: ZeroParameter) -> Split:
-    """How a ZeRO-3 parameter is cut now, by `recut` or by DeepSpeed."""
-    if is_weighted(param):
-        cut: Split = getattr(param, _CUT)
-        return cut
-    return cut_as_deepspeed(param.ds_numel, dist.get_world_size(group=param.ds_process_group))
-
-
-def owning_group(param: ZeroParameter) -> ProcessGroup:
-    """The ranks that a parameter is cut for: those of this node with `Nodes`, else its ``ds_process_group``."""
-    group: ProcessGroup = getattr(param, _GROUP, param.ds_process_group)
-    return group
-
-
-def recut(
-    params: Iterable[ZeroParameter], weights: Sequence[float], nodes: Nodes | None = None, *, one_by_one: bool = False
-) -> None:
-    """Exchange DeepSpeed's shards of ``params`` for shards in proportion to ``weights``.
-
-    Caller: every rank, with the same parameters in the same order, none of them gathered.
-    Collectives: one all-gather per parameter; no more than one is whole at a time.
-
-    Args:
-        weights: positive, one per rank.
-        nodes: each of which is to own all parameters.
-        one_by_one: have later gathers take one parameter at a time (``stage3_allgather_sequential``).
-
-    Raises:
-        ConfigError: a parameter that is partitioned over other ranks than all, as experts are.
-    """
-    for param in params:
-        num_ranks = dist.get_world_size(group=param.ds_process_group)
-        if num_ranks != len(weights):
-            raise ConfigError(
-                f'"zero_partition" has {len(weights)} weights, but a parameter of shape {tuple(param.ds_shape)} is '
-                f'partitioned over {num_ranks} ranks, as experts are. Set "zero_partition": "uniform".'
-            )
-        param.all_gather()
-        equal = param.ds_tensor
-        setattr(param, _CUT, cut_parameter(param.ds_numel, weights if nodes is None else nodes.own_weights))
-        setattr(param, _GROUP, param.ds_process_group if nodes is None else nodes.group)
-        shard: Any = shard_of(param, param.data.detach()).to(equal.device, copy=True)
-        if get_accelerator().is_pinned(equal):
-            shard = get_accelerator().pin_memory(shard)
-        shard.ds_numel = shard.numel()
-        shard.status, shard.final_location = equal.status, equal.final_location
-        param.ds_tensor = shard
-        param.ds_numel_aligned = cut_of(param).total
-        param.partition_numel = functools.partial(_shard_size, param)
-        param.all_gather_coalesced = functools.partial(_gather, one_by_one=one_by_one)
-        param.partition()
+from ds_hetero.frameworks.deepspeed.zero.equal_shards import equal_shards
+from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes, NodeSums
+from ds_hetero.frameworks.deepspeed.zero.parameter_cut import cut_of, is_weighted, owning_group
+from ds_hetero.frameworks.deepspeed.zero.weighted_gathering import Gathering, reduce_to_owners
+from ds_hetero.frameworks.deepspeed.zero.weighted_shards import recut, shard_of
+from ds_hetero.sharding.zero_partition import cut_as_deepspeed, is_even
 
 
 def forgetting_a_run(engine: Any) -> Callable[[], None]:
@@ -139,177 +64,6 @@ def forgetting_a_run(engine: Any) -> Callable[[], None]:
     return forget
 
 
-class _ShardSize(int):
-    """Elements of a shard, also in the one place where DeepSpeed multiplies them by the rank to find the shard's start.
-
-    It skips the gradients of shards that are padding alone; with start 0 those are zeros that are copied.
-    """
-
-    def __mul__(self, rank: int) -> int:
-        return 0
-
-
-def _shard_size(param: ZeroParameter) -> int:
-    return _ShardSize(param.ds_tensor.ds_numel)
-
-
-def shard_of(param: ZeroParameter, full: Tensor) -> Tensor:
-    """This rank's shard of a value for every element of a parameter: [n] -> [s]."""
-    return own_shard(full, cut_of(param), owning_group(param))
-
-
-def own_shard(full: Tensor, cut: Split, group: ProcessGroup) -> Tensor:
-    """This rank's shard of a full tensor of n elements: [s], zeros where the cut goes beyond n."""
-    start, stop = cut.ranges[dist.get_rank(group=group)]
-    flat = full.reshape(-1)[start:stop]
-    return flat if flat.numel() == stop - start else torch.cat([flat, flat.new_zeros(stop - start - flat.numel())])
-
-
-def parameter_moves(numel: int, source: Split, target: Split, part: int) -> tuple[Move, ...]:
-    """How to put ``part`` of the cut ``target`` of a parameter together from the parts of the cut ``source``."""
-    before, after = (FlatGroup(starts=(0,), sizes=(numel,), cut=cut) for cut in (source, target))
-    return moves(before, after, part)
-
-
-class Gathering:
-    """Several tensors of one type under way, of which every rank holds a shard; the shards of a rank lie side by side.
-
-        shards   [s] each
-        result   of ``wait()``: [n] each, still with the padding that its cut has
-
-    Collectives: one all_gather_into_tensor where all ranks hold as much. Where they do not, one all_gather of a list
-        on NCCL, which runs it as a batch of broadcasts, and one broadcast per rank on gloo, all under way at once. A
-        rank sends its shards of all tensors in one message either way. None on one rank.
-    """
-
-    def __init__(self, shards: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup) -> None:
-        self._cuts = cuts
-        rank, device = dist.get_rank(group=group), get_accelerator().current_device_name()
-        self._alone = [shard.detach().to(device, copy=True) for shard in shards if len(cuts[0].sizes) == 1]
-        if self._alone:
-            return
-        sizes = [sum(parts) for parts in zip(*(cut.sizes for cut in cuts), strict=True)]
-        self._flat = torch.empty(sum(sizes), dtype=shards[0].dtype, device=device)
-        self._by_rank = torch.split(self._flat, sizes)
-        torch.cat([shard.detach().to(device) for shard in shards], out=self._by_rank[rank])
-        if len(set(sizes)) == 1:
-            works = [dist.all_gather_into_tensor(self._flat, self._by_rank[rank], group=group, async_op=True)]
-        elif gathers_unequal_parts(group):
-            works = [dist.all_gather(list(self._by_rank), self._by_rank[rank], group=group, async_op=True)]
-        else:
-            works = [
-                dist.broadcast(part, dist.get_global_rank(group, owner), group=group, async_op=True)
-                for owner, part in enumerate(self._by_rank)
-            ]
-        self._works = works
-
-    def wait(self) -> list[Tensor]:
-        """The tensors, whole and flat. One alone is not copied."""
-        if self._alone:
-            return self._alone
-        for work in self._works:
-            work.wait()
-        if not get_accelerator().is_synchronized_device():
-            self._flat.record_stream(get_accelerator().current_stream())
-        if len(self._cuts) == 1:
-            return [self._flat]
-        shards = zip(
-            *(torch.split(part, [cut.sizes[rank] for cut in self._cuts]) for rank, part in enumerate(self._by_rank)),
-            strict=True,
-        )
-        return [torch.cat(parts) for parts in shards]
-
-
-class _ParameterGathering:
-    """Parameters under way, as DeepSpeed's coordinator handles them: ``wait`` is called for each of them."""
-
-    def __init__(self, batches: list[tuple[list[Any], Gathering]]) -> None:
-        self._batches = batches
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        """Give every parameter its data; the first call waits, others find it done."""
-        for params, batch_gathering in self._batches:
-            for param, flat in zip(params, batch_gathering.wait(), strict=True):
-                param.data = flat[: param.ds_numel].view(param.ds_shape).to(param.ds_tensor.dtype)
-                param.ds_status = ZeroParamStatus.AVAILABLE
-        self._batches = []
-
-
-def _gather(
-    params: Iterable[ZeroParameter], safe_mode: bool = False, quantize: bool = False, *, one_by_one: bool
-) -> _ParameterGathering:
-    """Start gathering weighted parameters that are not available; see `Gathering`.
-
-    Takes the place of ``all_gather_coalesced`` of a parameter. Sorted, so that ranks may list them in any order.
-    """
-    params = sorted(params, key=lambda param: param.ds_id)
-    for param in params:
-        if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
-            raise RuntimeError(param.ds_summary())
-        param.ds_status = ZeroParamStatus.INFLIGHT
-    if safe_mode:
-        assert_ints_same_as_other_ranks([param.ds_id for param in params])
-    by_type: dict[Any, list[Any]] = {}
-    for param in params:
-        dtype = get_allgather_dtype(param, param.ds_tensor)
-        by_type.setdefault((param.ds_id if one_by_one else id(owning_group(param)), dtype), []).append(param)
-    return _ParameterGathering(
-        [
-            (
-                batch,
-                Gathering(
-                    [param.ds_tensor.to(dtype) for param in batch],
-                    [cut_of(param) for param in batch],
-                    owning_group(batch[0]),
-                ),
-            )
-            for (_, dtype), batch in by_type.items()
-        ]
-    )
-
-
-def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup, divisor: int) -> list[Tensor]:
-    """Add up whole gradients over the ranks and divide them, each rank receiving its shards: [n] each -> [s] each.
-
-    Collectives: one reduce_scatter_tensor where all ranks own as much; else one reduce_scatter of a list, which NCCL
-        and gloo run as one reduce per rank, all at once. A rank receives its shards of all gradients in one message.
-        None on one rank.
-    """
-    rank, num_ranks = dist.get_rank(group=group), dist.get_world_size(group=group)
-    if num_ranks == 1:
-        return [grad.reshape(-1).div(divisor) for grad in grads]
-    pieces = [
-        torch.split(_padded(grad.reshape(-1), cut.total), list(cut.sizes))
-        for grad, cut in zip(grads, cuts, strict=True)
-    ]
-    flat = torch.cat([parts[owner] for owner in range(num_ranks) for parts in pieces]).div_(divisor)
-    sizes = [sum(cut.sizes[owner] for cut in cuts) for owner in range(num_ranks)]
-    by_rank = list(torch.split(flat, sizes))
-    received = torch.empty_like(by_rank[rank])
-    if len(set(sizes)) == 1:
-        dist.reduce_scatter_tensor(received, flat, group=group)
-    else:
-        dist.reduce_scatter(received, by_rank, group=group)
-    return list(torch.split(received, [cut.sizes[rank] for cut in cuts]))
-
-
-def _padded(flat: Tensor, size: int) -> Tensor:
-    return flat if flat.numel() == size else torch.cat([flat, flat.new_zeros(size - flat.numel())])
-
-
-def check_stage3(ds_config: DsConfig) -> None:
-    """Refuse settings of stage 3 that need shards of one size. Raises `ConfigError`: names the setting.
-
-    What no stage can do stands in `ds_hetero.frameworks.deepspeed.keys`.
-    """
-    if get_zero_config(ds_config).use_all_reduce_for_fetch_params:
-        raise ConfigError(
-            '"zero_partition" with unequal weights does not work on ZeRO stage 3 together with '
-            "stage3_use_all_reduce_for_fetch_params, which needs shards of one size. Remove it, or set "
-            '"zero_partition": "uniform".'
-        )
-
-
 def gather_experts_at_once(containers: Iterable[nn.Module]) -> None:
     """Let ZeRO-3 gather the experts of a layer as one, whichever of them the tokens of a rank choose.
 
@@ -318,23 +72,6 @@ def gather_experts_at_once(containers: Iterable[nn.Module]) -> None:
     """
     for container in containers:
         set_z3_leaf_module(container, True)
-
-
-def check_nodes(ds_config: DsConfig) -> None:
-    """Refuse settings that keep shards from lying inside nodes. Raises `ConfigError`: it names the setting."""
-    zero = get_zero_config(ds_config)
-    refused = {
-        f"DeepSpeed {deepspeed.__version__} (it needs {WHOLE})": deepspeed.__version__ not in SpecifierSet(WHOLE),
-        f"ZeRO stage {int(zero.stage)}": zero.stage != 3,
-        "offload_optimizer": zero.offload_optimizer is not None,
-        "offload_param": zero.offload_param is not None,
-        '"elastic"': ds_config[SECTION].get("elastic") is not None,
-    }
-    if against := [name for name, is_set in refused.items() if is_set]:
-        raise ConfigError(
-            f'"zero_within" copies the shards of ZeRO stage 3 across nodes, and does not work with '
-            f"{' and '.join(against)}. Remove one of them."
-        )
 
 
 def make_stage3_optimizer(
@@ -535,61 +272,3 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         saved = read_part(os.path.join(checkpoint_dir, "zero", "optimizer_state.pt"))[OPTIMIZER_STATE_DICT]
         for group, options in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
-
-
-def equal_shards(flat: Tensor, params: Sequence[ZeroParameter], name: str = "weights") -> Tensor:
-    """Exchange weighted shards of parameters, lying side by side, for shards of one size, on the CPU.
-
-        flat     [sum of s]
-        result   [sum of ceil(n / ranks)], the ends padded with zeros
-
-    Caller: every rank, with the same parameters.
-    Collectives: one all_to_all_single for each of `chunks`; of copies in every node, inside the node.
-
-    Raises:
-        CheckpointError: ``flat`` is no such thing, as with optimizers that quantize their state by blocks.
-    """
-    rank = dist.get_rank(group=owning_group(params[0]))
-    sizes = [cut_of(param).sizes[rank] for param in params]
-    if flat.numel() != sum(sizes):
-        raise CheckpointError(
-            f'the optimizer\'s "{name}" has {flat.numel()} values for {sum(sizes)} elements of parameters, so its '
-            'shards cannot be exchanged. Use another optimizer, or set "zero_partition": "uniform".'
-        )
-    shards = torch.split(flat.reshape(-1), sizes)
-    done: list[Tensor] = []
-    for chunk in chunks([param.ds_numel for param in params]):
-        done += _equal_shards(shards[chunk], params[chunk])
-    return torch.cat(done)
-
-
-def _equal_shards(shards: Sequence[Tensor], params: Sequence[ZeroParameter]) -> list[Tensor]:
-    group, job_size = owning_group(params[0]), dist.get_world_size(group=params[0].ds_process_group)
-    rank, owners = dist.get_rank(group=group), range(dist.get_world_size(group=group))
-    equal = [cut_as_deepspeed(param.ds_numel, job_size) for param in params]
-    # By owner of an equal shard, which is that of its place in the job, then by parameter.
-    table = [
-        [parameter_moves(param.ds_numel, cut_of(param), cut, place) for param, cut in zip(params, equal, strict=True)]
-        for place in (dist.get_global_rank(group, owner) for owner in owners)
-    ]
-    send = [
-        [
-            shard[move.in_source : move.in_source + move.count]
-            for shard, moves in zip(shards, of_owner, strict=True)
-            for move in moves
-            if move.source == rank
-        ]
-        for of_owner in table
-    ]
-    done = [torch.zeros(cut.sizes[0], dtype=shards[0].dtype) for cut in equal]
-    receive = [
-        [
-            part[move.in_target : move.in_target + move.count]
-            for part, moves in zip(done, table[rank], strict=True)
-            for move in moves
-            if move.source == source
-        ]
-        for source in owners
-    ]
-    write(start_exchange(send, receive, shards[0].dtype, group)(), receive)
-    return done

@@ -31,7 +31,9 @@ from ds_hetero.engine.patching import Function
 from ds_hetero.errors import CheckpointError
 from ds_hetero.frameworks.deepspeed.in_memory import read_part
 from ds_hetero.frameworks.deepspeed.protocols import Content, Engine, State, ZeroParameter
-from ds_hetero.frameworks.deepspeed.zero.stage3 import cut_of, equal_shards, is_weighted, owning_group, parameter_moves
+from ds_hetero.frameworks.deepspeed.zero.equal_shards import equal_shards
+from ds_hetero.frameworks.deepspeed.zero.parameter_cut import cut_of, is_weighted, owning_group
+from ds_hetero.frameworks.deepspeed.zero.weighted_shards import parameter_moves
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.sharding.zero_partition import Move, cut_as_deepspeed
 

@@ -1,7 +1,4 @@
-"""Facts of a transformers model for the start of a job.
-
-A model small enough to be trained in a second, for checks of an installation.
-"""
+"""Facts of a transformers model for the start of a job."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_hetero.common.reading import JsonObject, shortened
+from ds_hetero.common.reading import shortened
 from ds_hetero.decision.facts import ModelFacts
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.transformers.model.model_checks import (
@@ -129,40 +126,3 @@ def _trained_share(model: nn.Module | PretrainedModel) -> float:
     parameters = list(model.parameters())
     sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
     return sum(size for p, size in zip(parameters, sizes, strict=True) if p.requires_grad) / max(sum(sizes), 1)
-
-
-VOCAB_SIZE = 97
-
-
-def small_llama(num_heads: int, num_kv_heads: int, max_tokens: int) -> nn.Module:
-    """A Llama of two layers with heads of 16, the same weights in every process."""
-    return llama_of(num_heads, num_kv_heads, max_tokens, num_layers=2)
-
-
-def llama_of(
-    num_heads: int, num_kv_heads: int, max_tokens: int, *, num_layers: int, is_tied: bool = False
-) -> nn.Module:
-    """A Llama with heads of 16, the same weights in every process; ``is_tied``: its head is its embedding."""
-    return llama(
-        {
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": 16 * num_heads,
-            "intermediate_size": 32 * num_heads,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": num_kv_heads,
-            "max_position_embeddings": max_tokens,
-            "tie_word_embeddings": is_tied,
-        }
-    )
-
-
-def llama(content: JsonObject) -> nn.Module:
-    """A Llama of this config.json, the same weights in every process."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**content)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: nn.Module = LlamaForCausalLM(config)
-    return model

@@ -17,10 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from ds_hetero.engine.adapters import BatchChecks
 from ds_hetero.engine.forward_mode import ShardedForward, change_mode, sharding_is_set, wanted_results
 from ds_hetero.errors import ConfigError, ModelError
-from ds_hetero.frameworks.transformers.attention import NAME, remember_implementation, restore_implementation
+from ds_hetero.frameworks.transformers.attention import NAME
+from ds_hetero.frameworks.transformers.former_attention import remember_implementation, restore_implementation
 from ds_hetero.frameworks.transformers.model.class_loss import class_with_own_forward
 from ds_hetero.frameworks.transformers.model.embeddings import position_counter, with_positions
-from ds_hetero.frameworks.transformers.model.entrance import Entrance, expect_shard_shapes, expect_whole, local_batch
+from ds_hetero.frameworks.transformers.model.entrance import Entrance
 from ds_hetero.frameworks.transformers.model.model_checks import (
     POOLS,
     check_attention,
@@ -40,6 +41,7 @@ from ds_hetero.frameworks.transformers.model.router_losses import (
     open_router_loss,
     router_term,
 )
+from ds_hetero.frameworks.transformers.model.shard_arguments import expect_shard_shapes, expect_whole, local_batch
 from ds_hetero.frameworks.transformers.model.tiles import Tiles
 from ds_hetero.frameworks.transformers.model.towers import DecoderDoor, Window, front_of, has_towers
 from ds_hetero.frameworks.transformers.protocols import ModelConfig

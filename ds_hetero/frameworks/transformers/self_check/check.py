@@ -20,7 +20,7 @@ from torch import nn
 
 from ds_hetero.engine.arguments import OF_RESULTS
 from ds_hetero.errors import HeteroError, ModelError
-from ds_hetero.frameworks.transformers.model.entrance import expect_arguments_of_shards, is_around
+from ds_hetero.frameworks.transformers.model.shard_arguments import expect_arguments_of_shards, is_around
 from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.frameworks.transformers.self_check.comparison import (
     GRADIENT,
@@ -34,7 +34,8 @@ from ds_hetero.frameworks.transformers.self_check.comparison import (
     noise_of,
     worst,
 )
-from ds_hetero.frameworks.transformers.self_check.piece import features_of, has_left_padding, marks_documents, piece_of
+from ds_hetero.frameworks.transformers.self_check.features import features_of
+from ds_hetero.frameworks.transformers.self_check.piece import has_left_padding, marks_documents, piece_of
 from ds_hetero.frameworks.transformers.self_check.recorded_run import traceless
 from ds_hetero.frameworks.transformers.self_check.runs import Runs, WindowRuns
 from ds_hetero.frameworks.transformers.self_check.training_mode import InTraining, compare_modes, without_randomness

@@ -1,14 +1,8 @@
 """A short piece of a batch: a few dozen tokens a rank, of two rows, with the batch's own keys.
 
-What it must have to show a fault: labels; padding, if the batch is padded; a border between documents, if it is packed;
+It must have what shows a fault: labels; padding, if the batch is padded; a border between documents, if it is packed;
 and no part that looks like the whole. So its length is a prime (no share of it is a round number), and one row is
 sorted by token id (no statistic of a part is that of the whole).
-
-Features of a batch that show more of a model than those before it: the self-check runs once for every such feature.
-
-A model may have code for padding, for packed documents or for an argument that its first batch does not have. Features
-are few, and cheap to see. A value of one token is none of them: a module that looks for certain tokens is known by its
-name alone, see `ds_hetero.frameworks.transformers.model.model_checks`.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.frameworks.transformers.model.towers import Window
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch, Entries, read_batch
 from ds_hetero.runtime.documents import BOUNDARIES, MASK, POSITIONS, documents_from_cu_seqlens, documents_from_positions
@@ -226,25 +219,3 @@ def _mask_labels_of_padding(piece: Entries, padding_predicts: bool) -> None:
 def _follows_padding(real: Tensor) -> Tensor:
     """[B, n], true for the first real token after padding."""
     return torch.cat([torch.zeros_like(real[:, :1]), ~real[:, :-1]], dim=1) & real
-
-
-_ROWS_OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask")
-
-
-def features_of(model: ShardedModel, batch: Batch) -> frozenset[str]:
-    """Name what the self-check could see in the rows it would look at, of a batch and of the model's adapters."""
-    given = {name: entry for name, entry in batch.items() if entry is not None}
-    shapes = sorted(f"{name}[{entry.dim()}]" if isinstance(entry, Tensor) else name for name, entry in given.items())
-    tensors = {name: entry for name, entry in given.items() if isinstance(entry, Tensor)}
-    tokens = tensors["input_ids"] if "input_ids" in tensors else tensors["inputs_embeds"]
-    rows = {name: entry[:ROWS] for name, entry in tensors.items() if name in _ROWS_OF_TOKENS}
-    packing, images = tensors.get("cu_seq_lens_q"), tensors.get("mm_token_type_ids")
-    is_there = {
-        "several rows": len(tokens) > 1,
-        "padding": not bool(real_tokens(rows).all()),
-        "padding on the left": has_left_padding(rows),
-        "documents": first_restart(tensors, tokens.shape[1]) is not None or (packing is not None and len(packing) > 2),
-        "images": images is not None and bool(images.any()),
-    }
-    names = (name for name, there in is_there.items() if there)
-    return frozenset({f"entries {', '.join(shapes)}", f"adapters {model.active_adapters}", *names})

@@ -19,14 +19,8 @@ from ds_hetero.frameworks.transformers.model.own_loss import own_loss_function
 from ds_hetero.frameworks.transformers.model.rotary_length import depends_on_length
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.frameworks.transformers.stages.meta import fill_buffers, is_on_meta
-from ds_hetero.frameworks.transformers.stages.parts import (
-    NO_PIPELINES,
-    Absent,
-    DecoderParts,
-    check_tensor_model,
-    check_tensor_stages,
-    parts_of,
-)
+from ds_hetero.frameworks.transformers.stages.parts import NO_PIPELINES, Absent, DecoderParts, parts_of
+from ds_hetero.frameworks.transformers.stages.tensor_checks import check_tensor_model, check_tensor_stages
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.values.plans import Plan
 

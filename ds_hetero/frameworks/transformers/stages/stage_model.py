@@ -28,15 +28,9 @@ from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
 from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
 from ds_hetero.frameworks.transformers.model.tiles import Tiles
 from ds_hetero.frameworks.transformers.stages.meta import fill_parameters
-from ds_hetero.frameworks.transformers.stages.parts import (
-    Absent,
-    TensorCut,
-    partial_parameters,
-    parts_of,
-    with_memory,
-    without_memory,
-)
+from ds_hetero.frameworks.transformers.stages.parts import Absent, parts_of, with_memory, without_memory
 from ds_hetero.frameworks.transformers.stages.stage_weights import write_stages
+from ds_hetero.frameworks.transformers.stages.tensor_cut import TensorCut, partial_parameters
 from ds_hetero.runtime.cut_dropout import same_draws
 from ds_hetero.runtime.data.shards import Entries, PlacedBatch, model_inputs
 from ds_hetero.runtime.loss import cross_entropy_sum, measure_tokens

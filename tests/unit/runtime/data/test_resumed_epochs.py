@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ds_hetero.engine.loader import KNOWN_LOADERS
+from ds_hetero.engine.known_loaders import KNOWN_LOADERS
 from ds_hetero.errors import BatchError
 from ds_hetero.runtime.data.epochs import process_states, set_process_states
 from ds_hetero.runtime.data.sampling import replica_samples

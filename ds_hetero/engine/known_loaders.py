@@ -1,0 +1,25 @@
+"""The loaders, samplers and datasets of the frameworks, by their attributes; see `LoaderNames`."""
+
+from __future__ import annotations
+
+from ds_hetero.runtime.data.batch_mode import TORCH_LOADERS, LoaderNames
+
+# DeepSpeedDataLoader and DeepSpeedDataSampler
+_DEEPSPEED = LoaderNames(
+    wrapped=("data_sampler",), shards=(("data_parallel_size", "data_parallel_rank"),), with_epoch=("data_sampler",)
+)
+
+# BatchSamplerShard and IterableDatasetShard, which DataLoaderShard puts into every loader of more than one process. It
+# always has the methods of a state, and a state only if the loader that it wraps has one.
+_ACCELERATE = LoaderNames(
+    wrapped=("base_dataloader", "dataloader"),
+    shards=(("num_processes", "process_index"),),
+    always_sharding=(("DataLoaderShard", "accelerate"),),
+    with_state=("base_dataloader",),
+    at_end=("end_of_dataloader",),
+)
+
+# split_dataset_by_node
+_DATASETS = LoaderNames(wrapped=("_distributed",), shards=(("world_size", "rank"),))
+
+KNOWN_LOADERS = TORCH_LOADERS | _DEEPSPEED | _ACCELERATE | _DATASETS
