@@ -1,4 +1,4 @@
-"""A model that changes while it trains is refused at the next comparison. Budget: 10 s."""
+"""A model that changes while it trains is refused at the next comparison. Budget: 15 s."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.integration.combinations.modules import change as change_module
 from tests.integration.self_checking import batch_of
 from tests.integration.tiny import UNEVEN_2, ds_config, llama
 from tests.support import run_deepspeed
@@ -80,6 +81,38 @@ def _train(rank: int, every: int | str) -> dict[str, tuple[int, str]]:
     return results
 
 
+def test_a_layer_behind_a_head_of_zeros_is_refused_after_the_first_step() -> None:
+    for steps, text in run_deepspeed(_train_behind_zeros, 2):
+        assert steps == 1, (steps, text)
+        assert "the gradient of the parameter model.layers.0.self_attn.kernel differs" in text, text
+
+
+def _train_behind_zeros(rank: int) -> tuple[int, str]:
+    """Steps that a model with mixing layers of zeros trained, and the refusal."""
+    import deepspeed
+
+    import ds_hetero
+    from ds_hetero.errors import ModelError
+
+    handle = ds_hetero.register()
+    model = llama()
+    change_module(model, "zero mixer")
+    nn.init.zeros_(model.lm_head.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    config = ds_config(1, UNEVEN_2, gradient_accumulation_steps=1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    text = "trained"
+    try:
+        for batch in handle.dataloader([batch_of()] * 8, batches="same"):
+            engine.backward(handle.loss(engine(**batch), batch))
+            engine.step()
+    except ModelError as error:
+        text = str(error)
+    steps = engine.global_steps
+    engine.destroy()
+    return steps, text
+
+
 def test_by_cost_repeats_comparisons_that_cost_little_of_the_steps() -> None:
     assert run_deepspeed(_repeat_by_cost, 2) == [[0, 6, 12], [0, 6, 12]]
 
@@ -107,7 +140,7 @@ def _repeat_by_cost(rank: int) -> list[int]:
     pace = handle.registry.find(model).model.pace
     measured = pace.numbers
     # Rank 1 measures the more expensive comparisons; which counts on both.
-    pace.numbers = lambda: [0.05 * rank + 0.009] if measured() and compared else [0.0]
+    pace.numbers = lambda: [0.05 * rank + 0.009 if measured() and compared else 0.0, 0.0]
     for batch in handle.dataloader([batch_of()] * 14, batches="same"):
         engine.backward(handle.loss(engine(**batch), batch))
         engine.step()

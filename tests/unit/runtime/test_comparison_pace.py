@@ -40,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
 
 def _step(pace: ComparisonPace, clock: _Clock, seconds: float) -> float:
     clock.now += seconds
-    (ratio,) = pace.numbers()
+    ratio, _ = pace.numbers()
     return ratio
 
 
@@ -50,9 +50,9 @@ def test_the_slowest_rank_counts_and_comparisons_are_no_part_of_steps(clock: _Cl
         clock.now += 0.3
     ratios = [_step(pace, clock, 10.0), *(_step(pace, clock, 2.0) for _ in range(5))]
     assert ratios == [0.0] * 5 + [0.15]  # of the first step the beginning is not known
-    pace.verdict([[0.15], [0.0]])  # a rank does not know yet
+    pace.verdict([[0.15, 0.0], [0.0, 0.0]])  # a rank does not know yet
     assert not pace.is_due
-    pace.verdict([[0.15], [0.295]])  # 29.5 steps by the other rank
+    pace.verdict([[0.15, 0.0], [0.295, 0.0]])  # 29.5 steps by the other rank
     for _ in range(23):
         assert not pace.is_due
         _step(pace, clock, 2.0)
@@ -83,5 +83,25 @@ def test_nothing_is_repeated_by_steps_where_none_are_named(every: str, clock: _C
     with pace.comparing():
         clock.now += 1e-6
     for _ in range(20):
-        pace.verdict([[_step(pace, clock, 1.0)]])
+        pace.verdict([[_step(pace, clock, 1.0), 0.0]])
     assert not pace.is_due
+
+
+def test_gradients_of_zero_are_compared_again_after_1_2_4_and_8_steps() -> None:
+    def steps_of_comparisons(has_zeros: list[bool], every: int | str = "by_cost") -> list[int]:
+        pace, compared = ComparisonPace(every), []
+        for step in range(40):
+            if step == 0 or pace.is_due:
+                compared.append(step)
+                with pace.comparing():
+                    if has_zeros[min(len(compared), len(has_zeros)) - 1]:
+                        pace.note_zeros()
+            _, has_seen_zeros = pace.numbers()
+            pace.verdict([[0.0, 0.0], [0.0, has_seen_zeros]])  # the ranks agree, whoever has seen them
+        return compared
+
+    assert steps_of_comparisons([True]) == [0, 1, 3, 7, 15]
+    assert steps_of_comparisons([True, True, False]) == [0, 1, 3]
+    assert steps_of_comparisons([False]) == [0]
+    assert steps_of_comparisons([True], "first_batch") == [0]
+    assert steps_of_comparisons([True], 30) == [0, 30]
