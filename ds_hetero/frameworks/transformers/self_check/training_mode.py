@@ -23,6 +23,7 @@ _RTOL, _RTOL_HALF = 1e-4, 2e-2
 # Parts of the names of rates that make a forward random: attention_dropout, layerdrop, drop_path_rate, hidden_dropout,
 # neftune_noise_alpha, router_jitter_noise.
 _RANDOM = ("drop", "noise", "jitter")
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class InTraining(Enum):
@@ -88,7 +89,7 @@ def _configs_of(module: nn.Module) -> Iterator[Any]:
 
 
 def _rates_of(owner: Any) -> list[tuple[str, float]]:
-    is_dropout = isinstance(owner, nn.modules.dropout._DropoutNd)
+    is_dropout = isinstance(owner, _DROPOUT)
     return [
         (name, value)
         for name, value in vars(owner).items()
