@@ -11,6 +11,7 @@ watch where it does not, as NCCL.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import subprocess
@@ -42,6 +43,7 @@ _STORE = "DS_HETERO_SELFTEST_STORE"  # in the environment of these processes: a 
 _BEGIN = "waits since"
 _TAKEN = "CUDA-capable device(s) is/are busy"  # cudaErrorDevicesUnavailable, of devices in an exclusive compute mode
 _ELEMENTS = 2**18
+_OTHERS_S = 5.0  # that rank 0 waits for what the others say: 0.1 on an idle machine, seconds on a busy one
 _LONGEST_MESSAGE = 200  # characters of a message that the table shows
 _COMMAND = [sys.executable, "-m", "ds_hetero.selftest.killed_rank"]
 
@@ -113,10 +115,13 @@ def main() -> None:
     device = default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    of_test = TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
+    )
+    store = PrefixStore(f"ds_hetero/selftest/{os.environ[_STORE]}", of_test)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore(f"ds_hetero/selftest/{os.environ[_STORE]}", store),
+        store=store,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=600),
@@ -136,9 +141,19 @@ def main() -> None:
     except PeerError as error:
         print(f"PeerError: {error}", flush=True)
         watch.say_last_words(FAILED, f"PeerError: {error}")  # as the hook of a job does
+        _leave(store, rank, size)
         atexit._run_exitfuncs()  # the words are read; NCCL would wait for its kernels if the interpreter ended
         os._exit(1)
     os._exit(0)
+
+
+def _leave(store: PrefixStore, rank: int, size: int) -> None:
+    """Let rank 0 end after the other survivors, as in a job, whose store it keeps: else it might be blamed by them."""
+    store.set(f"said/{rank}", "")
+    if rank == 0:
+        others = [f"said/{other}" for other in range(1, size - 1)]
+        with contextlib.suppress(RuntimeError):  # one that does not come is found by its own line
+            store.wait(others, timedelta(seconds=_OTHERS_S))
 
 
 if __name__ == "__main__":
