@@ -32,7 +32,7 @@ Dimension key: D ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, inf, isinf
 
 import numpy as np
 
@@ -102,7 +102,8 @@ class Channels:
         """Of ranks of several nodes."""
         port_bytes_per_s = cluster.network.bytes_per_s
         ports = [_ports(node, port_bytes_per_s) for node in cluster.nodes]
-        per_peer = max(2, ceil(port_bytes_per_s / _MESSAGE_CHANNEL_BYTES_PER_S))
+        # More than a communicator may have are not used; a network without a limit would ask for infinitely many.
+        per_peer = max(2, ceil(min(port_bytes_per_s / _MESSAGE_CHANNEL_BYTES_PER_S, _MOST_REMOTE_CHANNELS)))
         collective = min(_CHANNELS_PER_PORT * max(ports), _MOST_REMOTE_CHANNELS)
         of_peer = min(_power_of_2_from(per_peer), _power_of_2_from(collective))
         remote_share = 1 / min(ports)
@@ -137,8 +138,8 @@ class Channels:
 
 
 def _ports(node: Node, port_bytes_per_s: float) -> int:
-    """Ports of a node to the network, which its ranks share, or one for each of them."""
-    if node.nic_bytes_per_s is None:
+    """Ports of a node to the network, which its ranks share, or one for each of them; so where ports limit nothing."""
+    if node.nic_bytes_per_s is None or isinf(node.nic_bytes_per_s):
         return len(node.devices)
     return max(1, round(node.nic_bytes_per_s / port_bytes_per_s))
 
