@@ -67,8 +67,10 @@ def bad_parts(record: Record, sections: Sequence[Section]) -> list[str]:
     """Parts that did not end as they should."""
     bad = []
     for section, part in parts_of(sections):
-        outcome = record.entry(section, part)["outcome"]
-        if outcome not in part.outcomes:
+        entry = record.entry(section, part)
+        outcome = entry["outcome"]
+        ended_early = outcome in ("failed", "timed out") and not entry["rows"]
+        if outcome not in part.outcomes or ended_early:
             bad.append(f"{section.name}: {part.name}: {outcome}")
     return bad
 

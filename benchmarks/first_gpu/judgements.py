@@ -26,6 +26,12 @@ def _listed(texts: Iterable[object]) -> str:
 
 
 _STUCK = ("timed out", "failed")
+_BEGINS, _MET = "begins", "all ranks have met"  # what ranks report once they have a process group
+
+
+def _began(measured: Measured, section: str, part: str, step: str = _BEGINS) -> bool:
+    """Whether the ranks of a part have come to what it tries; a part that ends before has measured nothing."""
+    return any(row.get("step") == step for row in measured.rows(section, part))
 
 
 @finding("B1 first messages", "every pair that will send is connected before a step, all ranks in one order")
@@ -33,7 +39,7 @@ def _connected_first(measured: Measured) -> Judgement:
     """Holds where a step without it stands still, and one with it is right."""
     before = measured.outcome("two_ranks", "pipeline as before")
     step, after = _pipeline(measured, "pipeline")
-    if step is None:
+    if step is None or (step and not _began(measured, "two_ranks", "pipeline as before")):
         return Judgement(None, after)
     return Judgement(step and before in _STUCK, f"as before the review: {before}; as it is: {after}")
 
@@ -47,7 +53,7 @@ def _pipeline(measured: Measured, part: str) -> tuple[bool | None, str]:
     """Whether a pipeline of two stages has trained a step right, and what it says."""
     outcome, rows = measured.outcome("two_ranks", part), measured.rows("two_ranks", part)
     ended = [row for row in rows if "right" in row]
-    if outcome in _STUCK:
+    if outcome in _STUCK and _began(measured, "two_ranks", part):
         return False, outcome
     if not ended:
         return None, ""
@@ -71,7 +77,8 @@ def _late_receives(measured: Measured) -> Judgement:
 def _used_by_all(measured: Measured) -> Judgement:
     some = measured.outcome("more_ranks", "used by some first")
     all_ = measured.outcome("more_ranks", "used by all first")
-    if not measured.rows("more_ranks", "used by some first"):
+    # The first alone proves nothing: it begins before NCCL has made anything.
+    if not all(_began(measured, "more_ranks", part) for part in ("used by some first", "used by all first")):
         return _NOTHING
     return Judgement(all_ == "done" and some in _STUCK, f"used by some ranks first: {some}; by all: {all_}")
 
@@ -86,7 +93,7 @@ def _backends(measured: Measured) -> Judgement:
 def _lost_rank(measured: Measured) -> Judgement:
     entry = measured.entry("two_ranks", "lost rank")
     ended_s = entry.get("ended_s", {})
-    if not ended_s:
+    if not ended_s or not _began(measured, "two_ranks", "lost rank", _MET):
         return _NOTHING
     if set(ended_s) != {"0", "1"}:
         return Judgement(False, f"rank 0 still waited when its part was ended, after {entry['seconds']} s")
@@ -102,7 +109,7 @@ def _selftest(measured: Measured) -> Judgement:
     for section, ranks in (("two_ranks", 2), ("more_ranks", 3)):
         rows = measured.rows(section, "self-test")
         outcome = measured.outcome(section, "self-test")
-        if not rows and outcome not in _STUCK:
+        if not rows:
             continue
         failed = [row["name"] for row in rows if row["status"] == "fail"]
         holds = holds and not failed and outcome == "done"

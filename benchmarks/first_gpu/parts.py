@@ -108,11 +108,13 @@ class Part:
         run: a module-level function.
         limit_s: seconds, after which its processes are ended; less where its section has less left.
         ranks: processes on the device.
+        communicates: its ranks form a process group on the device, which an NCCL may refuse them on one card.
         needs: names of torch that older releases lack, such as ``torch.distributed.all_gather_single``.
         env: variables of its processes; `rehearsed_env` has those of a rehearsal beside them.
         strict: in a rehearsal its ranks wait where those on NCCL would (`tests.strict_group`).
         in_background: it begins with its section and runs beside all that follows.
-        outcomes: no fault of the run: "timed out" where standing still is a result, "failed" where a rank dies.
+        outcomes: no fault of the run: "timed out" where standing still is a result, "failed" where a rank dies. Both
+            count only after a row: a part that has reported nothing has not come to what it tries.
         grace_s: for the other ranks to end, once one has failed.
         rehearsed_limit_s: of a rehearsal; None for the same. `rehearsed_ranks` likewise.
         rehearsed_fresh: a rehearsal starts a new interpreter for it, since imports read its variables.
@@ -124,6 +126,7 @@ class Part:
     run: Callable[[Context], None]
     limit_s: float
     ranks: int = 1
+    communicates: bool = True
     needs: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     rehearsed_env: Mapping[str, str] = field(default_factory=dict)

@@ -13,13 +13,15 @@ from itertools import accumulate
 from pathlib import Path
 
 from benchmarks.first_gpu.crew import Crew, Outcome, Settings, wait_for
-from benchmarks.first_gpu.parts import Context, Part, Section, missing_names
+from benchmarks.first_gpu.parts import Context, Part, Row, Section, missing_names
 from benchmarks.first_gpu.record import Record
+from benchmarks.first_gpu.shared_card import refusal_of_installed
 
 _TICK_S = 0.25
 _LEAST_S = 2.0  # a part is not begun with less
 _PROBE_S = 60.0  # the fork server imports torch, DeepSpeed and transformers first
 ENV = "env"  # key of a row whose value is a mapping of variables for all later parts
+_ONE_RANK = "one_rank"  # key of the row of `_PROBE`: why ranks cannot share the card; empty where they can
 
 
 class Runner:
@@ -39,6 +41,7 @@ class Runner:
         share = min(1.0, budget_s / wanted_s) if wanted_s else 1.0
         self._ends_s = list(accumulate(section.budget_s * share for section in sections))
         self._background: list[tuple[Section, Crew]] = []
+        self._one_rank = ""  # why parts of several ranks that communicate are left out
         record.result["budget_s"] = budget_s
 
     def run(self) -> None:
@@ -58,13 +61,19 @@ class Runner:
 
     def _choose_start_method(self) -> None:
         """Fork from a server that has imported everything, unless what it forks cannot use the device."""
-        crew = Crew(_PROBE, self._settings, self._folder / "start", _PROBE_S)
-        self._await(crew)
-        crew.end()
-        assert crew.outcome is not None
-        if crew.outcome.name != "done":
+        if not self._is_probed("start"):
             self._settings = replace(self._settings, start_method="spawn")
+            self._is_probed("start anew")
+        self._record.result[_ONE_RANK] = self._one_rank
         self._record.result["start_method"] = self._settings.start_method
+
+    def _is_probed(self, name: str) -> bool:
+        """Whether a process that is started as parts are can use the device; what it says of NCCL is kept."""
+        crew = Crew(_PROBE, self._settings, self._folder / name, _PROBE_S)
+        for row in self._await(crew):
+            self._one_rank = row.get(_ONE_RANK, "")
+        crew.end()
+        return crew.outcome is not None and crew.outcome.name == "done"
 
     def _run_part(self, section: Section, part: Part, until: float) -> None:
         entry = self._record.entry(section, part)
@@ -87,6 +96,8 @@ class Runner:
             return Outcome("left out", f"not rehearsed: {part.not_rehearsed}")
         if missing := missing_names(part.needs):
             return Outcome("left out", f"this release of torch lacks {', '.join(missing)}")
+        if part.communicates and part.ranks > 1 and self._one_rank:
+            return Outcome("left out", self._one_rank)
         if limit_s < min(_LEAST_S, part.limit_s):
             return Outcome("left out", "no time left")
         return None
@@ -96,8 +107,12 @@ class Runner:
         self._await(crew, section)
         self._finish(section, crew)
 
-    def _await(self, crew: Crew, section: Section | None = None) -> None:
-        """Listen to a part, and to those in the background, until it is over or has reached its limit."""
+    def _await(self, crew: Crew, section: Section | None = None) -> list[Row]:
+        """Listen to a part, and to those in the background, until it is over or has reached its limit.
+
+        Returns its rows where it is of no section; others are kept.
+        """
+        rows: list[Row] = []
         section_of = {id(other): its for its, other in self._background}
         while crew.outcome is None and time.monotonic() < crew.deadline:
             others = [other for _, other in self._background if other is not crew]
@@ -107,9 +122,12 @@ class Runner:
                 its = section_of.get(id(of), section)
                 if row is not None and its is not None:
                     self._keep(its, of.part, row)
+                elif row is not None:
+                    rows.append(row)
             for other in others:
                 if other.outcome is not None or time.monotonic() > other.deadline:
                     self._finish(section_of[id(other)], other)
+        return rows
 
     def _keep(self, section: Section, part: Part, row: dict[str, object]) -> None:
         self._record.add(section, part, row)
@@ -136,6 +154,7 @@ def _use_device(context: Context) -> None:
     import torch
 
     torch.ones(2, device=context.device).sum().item()
+    context.report({_ONE_RANK: "" if context.rehearsal else refusal_of_installed()})
 
 
 _PROBE = Part(name="start", run=_use_device, limit_s=_PROBE_S)

@@ -59,6 +59,10 @@ def _wait_for_the_other(context: Context) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def _say_one_rank(context: Context) -> None:
+    context.report({"one_rank": "NCCL refuses"})
+
+
 def _compute_on(context: Context) -> None:
     context.report({"pid": os.getpid(), "rank_said": int(os.environ["RANK"])})
 
@@ -117,6 +121,31 @@ def test_what_a_newer_torch_is_needed_for_is_left_out_by_name(tmp_path: Path) ->
     entry = _parts(result)["planted: needs"]
     assert (code, entry["outcome"]) == (0, "left out")
     assert entry["why"] == "this release of torch lacks torch.distributed.all_gather_in_2_99"
+
+
+def test_parts_of_several_ranks_are_left_out_where_nccl_refuses_them_on_one_card(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    from benchmarks.first_gpu import runner
+
+    monkeypatch.setattr(runner, "_PROBE", Part(name="start", run=_say_one_rank, limit_s=20))
+    parts = [
+        Part(name="two ranks", run=_wait_for_the_other, ranks=2, limit_s=20),
+        Part(name="apart", run=_report_and_return, ranks=2, limit_s=20, communicates=False),
+        Part(name="one rank", run=_report_and_return, limit_s=20),
+    ]
+    code, result = _run(tmp_path, *parts)
+    assert code == 0
+    assert [entry["outcome"] for entry in result["parts"]] == ["left out", "done", "done"]
+    assert result["parts"][0]["why"] == "NCCL refuses"
+
+
+def test_to_fail_before_anything_is_reported_is_no_result(tmp_path: Path) -> None:
+    outcomes = ("failed", "left out")
+    late = Part(name="late", run=_report_and_raise, limit_s=30, outcomes=outcomes)
+    early = Part(name="early", run=_wait_for_the_other, ranks=2, limit_s=30, outcomes=outcomes)
+    assert _run(tmp_path / "late", late)[0] == 0
+    assert _run(tmp_path / "early", early)[0] == 1
 
 
 def test_tensor_stages_are_left_out_where_torch_lacks_their_collective(tmp_path: Path, monkeypatch: Any) -> None:

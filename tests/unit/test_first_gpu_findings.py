@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from benchmarks.first_gpu.findings import CONFIRMS, CONTRADICTS, NOT_MEASURED, REHEARSED, Measured, judged
 from benchmarks.first_gpu.judgements import FINDINGS
 from benchmarks.first_gpu.page import as_page
+from benchmarks.first_gpu.plan import SECTIONS
+from benchmarks.first_gpu.record import parts_of
+from benchmarks.first_gpu.shared_card import refusal
 
 Entry = dict[str, Any]
 
@@ -32,9 +36,9 @@ def _verdict(name: str, *entries: Entry) -> tuple[str, str]:
     return by_name[name]["verdict"], by_name[name]["figure"]
 
 
-RIGHT = {"right": True, "weight_difference": 1e-7}
-PIPELINE = _entry("two_ranks", "pipeline", RIGHT)
 BEGINS = {"step": "begins"}
+RIGHT = {"right": True, "weight_difference": 1e-7}
+PIPELINE = _entry("two_ranks", "pipeline", BEGINS, RIGHT)
 STEP = {"job": "1B", "way": "torch", "step_s": 2.0, "predicted_s": 1.9}
 KEPT = STEP | {"way": "cudnn, attention kept"}
 
@@ -67,7 +71,7 @@ def _hidden(share: float) -> Entry:
 
 def _lost(rank_0_s: float, why: str) -> Entry:
     ended_s = {"0": rank_0_s, "1": 1.0}
-    return _entry("two_ranks", "lost rank", BEGINS, outcome="failed", ended_s=ended_s, why=why)
+    return _entry("two_ranks", "lost rank", {"step": "all ranks have met"}, outcome="failed", ended_s=ended_s, why=why)
 
 
 def _groups(mib: float) -> Entry:
@@ -101,7 +105,7 @@ def _selftest(status: str) -> Entry:
 
 CASES = [
     ("B1 first messages", [PIPELINE, _entry("two_ranks", "pipeline as before", BEGINS, outcome="timed out")], True),
-    ("B1 first messages", [PIPELINE, _entry("two_ranks", "pipeline as before", RIGHT)], False),
+    ("B1 first messages", [PIPELINE, _entry("two_ranks", "pipeline as before", BEGINS, RIGHT)], False),
     ("B1 first messages", [_entry("two_ranks", "pipeline", BEGINS, outcome="timed out")], False),
     ("B2 tied embeddings", [_entry("two_ranks", "tied pipeline", RIGHT)], True),
     ("B2 tied embeddings", [_entry("two_ranks", "tied pipeline", BEGINS, outcome="timed out")], False),
@@ -175,6 +179,43 @@ def test_what_was_not_measured_is_called_so() -> None:
     findings = judged(Measured(_result()), FINDINGS)
     assert {each["verdict"] for each in findings} == {NOT_MEASURED}
     assert {each["name"] for each in findings} >= {name for name, _, _ in CASES}
+
+
+def test_ranks_that_never_had_a_process_group_have_measured_nothing() -> None:
+    """As every part of several ranks ends where NCCL refuses two of them on one card."""
+    parts = ("pipeline", "tied pipeline", "pipeline as before", "lost rank", "self-test")
+    why = "rank 0: DistBackendError: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device"
+    ended = {"outcome": "failed", "ended_s": {"0": 1.0, "1": 1.0}, "why": why, "seconds": 1.0}
+    entries = [_entry("two_ranks", part, **ended) for part in parts]
+    entries += [_entry("more_ranks", part, **ended) for part in ("used by all first", "self-test")]
+    entries.append(_entry("more_ranks", "used by some first", BEGINS, **ended))  # its first call makes what is refused
+    assert {each["verdict"] for each in judged(Measured(_result(*entries)), FINDINGS)} == {NOT_MEASURED}
+    assert _verdict("B1 first messages", PIPELINE, *entries[2:])[0] == NOT_MEASURED
+
+
+@pytest.mark.parametrize(
+    ("library", "version", "cuda", "said"),
+    [
+        ("NCCL", "2.28.9", "13.0", "NCCL 2.28.9 refuses .* pip install -U nvidia-nccl-cu13"),
+        ("NCCL", "2.9.1", "12.8", "pip install -U nvidia-nccl-cu12"),
+        ("RCCL", "2.27.7", None, "RCCL 2.27.7 refuses .* a ROCm with RCCL 2.30"),
+        ("NCCL", "2.30.0", "13.0", None),
+        ("NCCL", "2.32.3", "13.0", None),
+        ("NCCL", "3.1.1", "13.0", None),
+    ],
+)
+def test_an_nccl_that_refuses_ranks_on_one_card_names_what_to_install(
+    library: str, version: str, cuda: str | None, said: str | None
+) -> None:
+    found = refusal(library, version, cuda)
+    assert found == "" if said is None else re.search(said, found), found
+
+
+def test_only_parts_that_communicate_need_ranks_to_share_the_card() -> None:
+    several = {part.name for _, part in parts_of(SECTIONS) if part.ranks > 1 and not part.communicates}
+    assert several <= {"compile Triton kernels"}  # of one rank on a machine of few cores
+    for _, part in parts_of(SECTIONS):
+        assert "left out" in part.outcomes, part.name
 
 
 def test_a_rehearsal_confirms_nothing() -> None:

@@ -145,6 +145,7 @@ SECTION = Section(
             name="compile Triton kernels",
             run=compile_kernels,
             ranks=_COMPILERS,
+            communicates=False,
             limit_s=120,
             rehearsed_ranks=1,
             in_background=True,

@@ -34,6 +34,7 @@ def used_by_all_first(context: Context) -> None:
 
     context.join(lazily=True)
     group = ProcessGroups().of(range(context.ranks), "as the package makes it")
+    context.report({"step": "begins"})
     element = torch.zeros(1, device=context.device)
     if context.rank != 2:
         _exchange(context.rank, 1 - context.rank, element, group)
@@ -76,7 +77,7 @@ SECTION = Section(
             ranks=_RANKS,
             limit_s=15,
             rehearsed_limit_s=5,
-            outcomes=("done", "timed out", "failed"),
+            outcomes=("done", "timed out", "failed", "left out"),
             strict=True,
             rehearsed_env=_WAITS_FOR_EVER,
         ),
