@@ -13,6 +13,10 @@ The sums stand in the graph of the loss, where a node adds up or averages: a wal
 hook on each sees the gradient that arrives, after all scaling. So nothing has to be known of what is added up. Where a
 rank has no label, the factor is still that of its sum, which tells an average of means from a loss that is divided.
 
+Sums that are made alike go by one path. A rank has several of them if it adds up chunks of its tokens, which have one
+factor, or documents' means, which have one each; of those no rank's number says what the others' should be. So where
+a path has several sums, unlike factors are undecided.
+
 `ds_hetero.runtime.step_checks.token_weights` sees more of plain cross entropy: the weight of every label. All numbers
 stay on the device until the one exchange of the step.
 """
@@ -33,10 +37,10 @@ from torch.autograd.graph import Node
 from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.data.loss_graph import LIKELIHOODS, MEANS_OF_ELEMENTS, SAME_VALUES
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.step_checks.protocol import Verdict
+from ds_hetero.runtime.step_checks.protocol import Undecided, Verdict
 
 _MOST_BACKWARDS = 8  # of a step that are looked at, spread over its accumulation
-_MOST_SUMS = 4  # of a loss; chosen, never measured: cross entropy with smoothing has 2, and terms one each
+_MOST_PATHS = 4  # to sums of a loss; chosen, never measured: cross entropy with smoothing has 2, and terms one each
 _MOST_NODES = 256  # of a walk, which sees the operations on scalars above the sums; chosen, never measured
 _MOST_SCALARS = 64  # in a node above the sums: one a sequence or a rank; chosen, never measured
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly: Weyl's sequence
@@ -47,29 +51,40 @@ _RTOL, _RTOL_HALF = 1e-4, 3e-2
 _TOTALS = frozenset({"SumBackward0", "SumBackward1", "MeanBackward0", "MeanBackward1"})
 _STACKS = frozenset({"StackBackward0", "CatBackward0"})
 _PRODUCTS = frozenset({"MulBackward0", "DivBackward0"})
+_ADDITION = "AddBackward0"
 
 
-class _Factor(NamedTuple):
-    """Numbers of one rank about one sum."""
+class _Factors(NamedTuple):
+    """Numbers of one rank about its sums of one path."""
 
     path: float  # checksum of the names of the nodes from the loss to the sum; 0 where there is none
-    factor: float  # NaN where no gradient arrived
+    several: float  # the path may have more than one sum
+    least: float  # of their factors that count; not finite where none does
+    most: float
 
 
 @dataclass
 class _Sum:
     """A sum in the graph of a loss, on its device."""
 
-    path: int
     share: Tensor | float  # of its tokens' values in it: one over the count of a mean, factors inside of a sum
     gradient: Tensor | None = None  # [] that has arrived; of a vector a combination of all
+
+
+@dataclass
+class _Path:
+    """Sums in the graph of a loss that the same operations lead to."""
+
+    checksum: int
+    sums: list[_Sum] = field(default_factory=list)
+    several: bool = False  # there may be others on the path, in another batch or on another rank
 
 
 @dataclass
 class _Step:
     """Record of the step that runs, on this rank."""
 
-    backwards: list[list[_Sum]] = field(default_factory=list)
+    backwards: list[list[_Path]] = field(default_factory=list)
     num_backwards: int = 0
     is_half: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -93,7 +108,7 @@ class TokenFactors:
         self._model = model
         self._slots = min(accumulation, _MOST_BACKWARDS)
         self._stride = -(-accumulation // _MOST_BACKWARDS)
-        self.width = 2 + self._slots * _MOST_SUMS * len(_Factor._fields)
+        self.width = 2 + self._slots * _MOST_PATHS * len(_Factors._fields)
         self._step, self._number = _Step(), 0
 
     def note_backward(self, loss: Tensor) -> None:
@@ -105,7 +120,12 @@ class TokenFactors:
             return
         step.device = loss.device
         step.is_half |= loss.element_size() < 4
-        step.backwards.append([_watched(node, path) for node, path in _sums_of(loss.grad_fn)])
+        paths: dict[int, _Path] = {}
+        for node, checksum, is_part in _sums_of(loss.grad_fn):
+            path = paths.setdefault(checksum, _Path(checksum))
+            path.several |= is_part or bool(path.sums)
+            path.sums.append(_watched(node))
+        step.backwards.append(list(paths.values()))
 
     @torch.no_grad()
     def numbers(self) -> Tensor:
@@ -115,9 +135,9 @@ class TokenFactors:
         start = torch.tensor([float(self._model.replica.replica_id), float(step.is_half)], dtype=torch.float64)
         parts = [start.to(step.device)]
         for slot in range(self._slots):
-            sums = step.backwards[slot] if slot < len(step.backwards) else []
-            parts += [_numbers_of(one, step.device) for one in sums]
-            parts += [_nothing(step.device) for _ in range(_MOST_SUMS - len(sums))]
+            paths = step.backwards[slot] if slot < len(step.backwards) else []
+            parts += [_numbers_of(path, step.device) for path in paths]
+            parts += [_numbers_of(_Path(0), step.device) for _ in range(_MOST_PATHS - len(paths))]
         return torch.cat(parts)
 
     def verdict(self, rows: Sequence[Sequence[float]]) -> Verdict:
@@ -126,35 +146,46 @@ class TokenFactors:
         for rank, row in enumerate(rows):
             ranks_of.setdefault(row[0], []).append(rank)
         rtol = _RTOL_HALF if any(row[1] for row in rows) else _RTOL
-        of_ranks = [_by_sum(row[2:]) for row in rows]
+        of_ranks = [_by_path(row[2:]) for row in rows]
+        undecided: Undecided | None = None
         for ranks in ranks_of.values():
-            keys = sorted({key for rank in ranks for key in of_ranks[rank]})
-            for key in keys:
+            for key in sorted({key for rank in ranks for key in of_ranks[rank]}):
                 factors = {rank: of_ranks[rank][key] for rank in ranks if key in of_ranks[rank]}
-                if _differ(list(factors.values()), rtol):
-                    return _error(factors)
-        return None
+                ends = [one.least for one in factors.values()], [one.most for one in factors.values()]
+                if not any(_differ(end, rtol) for end in ends):
+                    continue
+                if not any(one.several for one in factors.values()):
+                    return _error({rank: one.most for rank, one in factors.items()})
+                undecided = Undecided(_OF_SEVERAL)
+        return undecided
 
 
-def _sums_of(top: Node) -> Iterator[tuple[Node, int]]:
-    """Nodes of a loss that add up or average, above all other sums, with a checksum of the way to each."""
-    todo: list[tuple[Node, tuple[str, ...]]] = [(top, ())]
+def _sums_of(top: Node) -> Iterator[tuple[Node, int, bool]]:
+    """Nodes of a loss that add up or average, above all other sums.
+
+    With each a checksum of the way to it, in which additions do not count, as of ``total = total + chunk``; and whether
+    it is one of a list that the script has stacked.
+    """
+    todo: list[tuple[Node, tuple[str, ...], bool]] = [(top, (), False)]
     seen: set[Node] = set()
-    num_sums = 0
+    paths: set[tuple[str, ...]] = set()
     while todo and len(seen) < _MOST_NODES:
-        node, way = todo.pop()
+        node, way, is_part = todo.pop()
         if node in seen or _numel(node) > _MOST_SCALARS:
             continue
         seen.add(node)
-        way = (*way, node.name())
+        if node.name() != _ADDITION:
+            way = (*way, node.name())
         below: list[Node] = [one for one, _ in node.next_functions if one is not None]
         if _adds_up(node):
-            num_sums += 1
-            if num_sums > _MOST_SUMS:
-                return
-            yield node, crc32("/".join(way).encode())
+            # Of a sum over scalars only the sums below count: means of chunks may be weighed by the chunks' tokens.
             below = _scalars_of(node)
-        todo += [(one, way) for one in reversed(below)]
+            if not below and (way in paths or len(paths) < _MOST_PATHS):
+                paths.add(way)
+                yield node, crc32("/".join(way).encode()), is_part
+        elif node.name() in _STACKS:
+            is_part |= not _of_one_result(below)
+        todo += [(one, way, is_part) for one in reversed(below)]
 
 
 def _adds_up(node: Any) -> bool:
@@ -173,12 +204,25 @@ def _scalars_of(node: Node) -> list[Node]:
     below = _only_operand(node)
     while below is not None and _numel(below) <= _MOST_SCALARS:
         if below.name() in _STACKS:
-            parts = [part for part, _ in below.next_functions if part is not None]
-            return parts if all(_numel(part) == 1 for part in parts) else []
+            are_scalars = all(_numel(part) == 1 for part, _ in below.next_functions if part is not None)
+            return [below] if are_scalars else []
         if issubclass(type(below), BackwardCFunction):
             return [below]
         below = _only_operand(below)
     return []
+
+
+def _of_one_result(parts: Sequence[Node]) -> bool:
+    """Whether several parts of a stack are made of one result, such as that of a gather over ranks."""
+    ways = []
+    for part in parts:
+        way: set[Node] = set()
+        one: Node | None = part
+        while one is not None and _numel(one) <= _MOST_SCALARS:
+            way.add(one)
+            one = None if _adds_up(one) else _only_operand(one)
+        ways.append(way)
+    return len(parts) > 1 and bool(set.intersection(*ways))
 
 
 def _only_operand(node: Node) -> Node | None:
@@ -192,9 +236,9 @@ def _numel(node: Any) -> int:
     return prod(int(size) for size in metadata[0].shape) if metadata else _MOST_SCALARS + 1
 
 
-def _watched(node: Any, path: int) -> _Sum:
+def _watched(node: Any) -> _Sum:
     """Let a hook keep the gradient that arrives at a sum."""
-    one = _Sum(path, _share_of_tokens(node))
+    one = _Sum(_share_of_tokens(node))
 
     def keep(gradients: tuple[Tensor | None, ...]) -> None:
         if gradients and gradients[0] is not None:
@@ -244,30 +288,30 @@ def _combined(gradient: Tensor) -> Tensor:
     return (flat * (1 + torch.frac(order * _GOLDEN))).sum()
 
 
-def _numbers_of(one: _Sum, device: torch.device) -> Tensor:
-    """[2], see `_Factor`."""
-    if one.gradient is None:
-        return _nothing(device)
-    factor = one.gradient * one.share
-    return torch.stack([torch.full_like(factor, float(one.path)), factor])
-
-
-def _nothing(device: torch.device) -> Tensor:
-    return torch.tensor([0.0, float("nan")], dtype=torch.float64, device=device)
-
-
-def _by_sum(numbers: Sequence[float]) -> dict[tuple[int, int], float]:
-    """Factors by the number of the backward and the way to the sum; of those that count.
+def _numbers_of(path: _Path, device: torch.device) -> Tensor:
+    """[4], see `_Factors`.
 
     A rank without labels may leave its sum out by a factor of zero, or divide by its count: no token of it counts.
     """
-    size = len(_Factor._fields)
-    factors: dict[tuple[int, int], float] = {}
+    start = torch.tensor([float(path.checksum), float(path.several)], dtype=torch.float64, device=device)
+    factors = [(one.gradient * one.share).to(device) for one in path.sums if one.gradient is not None]
+    if not factors:
+        return torch.cat([start, torch.full_like(start, float("nan"))])
+    every = torch.stack(factors)
+    left_out = ~every.isfinite() | (every == 0)
+    least = every.masked_fill(left_out, float("inf")).min()
+    most = every.masked_fill(left_out, -float("inf")).max()
+    return torch.cat([start, torch.stack([least, most])])
+
+
+def _by_path(numbers: Sequence[float]) -> dict[tuple[int, int], _Factors]:
+    """Factors by the number of the backward and the way to the sums; of those that count."""
+    size = len(_Factors._fields)
+    factors: dict[tuple[int, int], _Factors] = {}
     for start in range(0, len(numbers), size):
-        one = _Factor(*numbers[start : start + size])
-        if one.path and isfinite(one.factor) and one.factor:
-            key = (start // (size * _MOST_SUMS), int(one.path))
-            factors[key] = factors.get(key, 0.0) + one.factor
+        one = _Factors(*numbers[start : start + size])
+        if one.path and isfinite(one.most):
+            factors[start // (size * _MOST_PATHS), int(one.path)] = one
     return factors
 
 
@@ -286,3 +330,10 @@ def _error(factors: dict[int, float]) -> ConfigError:
         "single tokens to handle.mean(per_token, batch); or set model.loss_function, which is called with the logits "
         "and labels of the whole batch."
     )
+
+
+_OF_SEVERAL = (
+    "the loss given to backward adds up several sums that are made alike, as of chunks, documents or sequences, and "
+    "their factors differ between ranks. That is right of the means of whole documents, and wrong of chunks whose sum "
+    "is divided by the rank's own count: which it is was not checked"
+)

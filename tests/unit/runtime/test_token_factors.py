@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.step_checks import TokenFactors
+from ds_hetero.runtime.step_checks.protocol import Undecided
 
 VOCAB = 32
 WEIGHT = torch.linspace(0.5, 2, VOCAB)
@@ -65,6 +66,19 @@ def _own_mean(mean: Tensor, labels: Tensor) -> Tensor:
     return mean * labels.ne(-100).sum() / LABELS
 
 
+def _by_chunk(logits: Tensor, labels: Tensor) -> list[Tensor]:
+    """Sums over chunks, of which the larger rank has more."""
+    chunks = zip(logits.split(5, dim=1), labels.split(5, dim=1), strict=True)
+    return [_ce(x, y, reduction="sum") for x, y in chunks]
+
+
+def _by_document(logits: Tensor, labels: Tensor, rank: int) -> list[Tensor]:
+    """Means over documents, of which rank 0 has three and rank 1 has one."""
+    sizes = [4, 4, labels.shape[1] - 8] if rank == 0 else [labels.shape[1]]
+    documents = zip(logits.split(sizes, dim=1), labels.split(sizes, dim=1), strict=True)
+    return [_ce(x, y, reduction="sum") / y.ne(-100).sum() for x, y in documents]
+
+
 RIGHT = {
     "sum by the labels of all": lambda x, y, rank: _ce(x, y, reduction="sum") / LABELS,
     "weighted by class": lambda x, y, rank: _ce(x, y, weight=WEIGHT, reduction="sum") / WEIGHTS,
@@ -76,6 +90,12 @@ RIGHT = {
     "mean over chosen tokens": lambda x, y, rank: _own_mean(x[y != -100].square().mean(), y),
     "of ranks' sums": lambda x, y, rank: Gathered.apply(_ce(x, y, reduction="sum"), rank).sum() / LABELS,
     "by the recipe": lambda x, y, rank: Gathered.apply(_own_mean(_ce(x, y), y), rank).mul(1.0).sum(),
+    "of chunks, stacked": lambda x, y, rank: torch.stack(_by_chunk(x, y)).sum() / LABELS,
+    "of chunks, put together": lambda x, y, rank: torch.cat([one[None] for one in _by_chunk(x, y)]).sum() / LABELS,
+    "of chunks, added up": lambda x, y, rank: sum(_by_chunk(x, y)) / LABELS,
+    "of stacked chunks, gathered": lambda x, y, rank: (
+        Gathered.apply(torch.stack(_by_chunk(x, y)).sum(), rank).sum() / LABELS
+    ),
     "with a penalty": lambda x, y, rank: _own_mean(_ce(x, y), y) + torch.ones(3, requires_grad=True).square().sum(),
 }
 WRONG = {
@@ -118,6 +138,38 @@ def test_a_rank_without_labels_may_leave_its_sum_out(left_out: Callable[[Tensor]
         return total / 5 if y.ne(-100).any() else left_out(total)
 
     assert _verdict(loss, unlabelled=12) is None
+
+
+UNDECIDED = {
+    "means of documents, stacked": lambda x, y, rank: torch.stack(_by_document(x, y, rank)).sum() / 4,
+    "means of documents, added up": lambda x, y, rank: sum(_by_document(x, y, rank)) / 4,
+    "means of documents, gathered": lambda x, y, rank: (
+        Gathered.apply(torch.stack(_by_document(x, y, rank)).sum(), rank).sum() / 4
+    ),
+    "means of alike documents": lambda x, y, rank: torch.stack(_by_document(x, y, rank)[:2]).sum() / 3,
+    "means of a document a rank": lambda x, y, rank: torch.stack(_by_document(x, y, rank)[-1:]).sum() / 2,
+    "chunks by the rank's count": lambda x, y, rank: torch.stack(_by_chunk(x, y)).sum() / y.ne(-100).sum() / 2,
+}
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_unlike_factors_of_several_sums_are_undecided(name: str) -> None:
+    assert isinstance(_verdict(UNDECIDED[name], tokens=(17, 5), unlabelled=0), Undecided)
+
+
+def test_terms_that_are_made_alike_may_have_weights() -> None:
+    def loss(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        return (0.7 * _ce(x, y, reduction="sum") + 0.3 * _ce(2 * x, y, reduction="sum")) / LABELS
+
+    assert _verdict(loss) is None
+
+
+def test_means_of_chunks_may_be_weighed_by_their_tokens() -> None:
+    def loss(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        means = [chunk.logsumexp(-1).square().mean() for chunk in x.chunk(2, dim=1)]
+        return torch.stack(means).mean() * y.numel() / 18
+
+    assert _verdict(loss, tokens=(12, 6)) is None
 
 
 def test_replicas_may_divide_by_their_own_labels() -> None:
