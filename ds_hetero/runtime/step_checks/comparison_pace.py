@@ -74,11 +74,16 @@ class ComparisonPace:
         self._has_zeros = True
 
     @contextlib.contextmanager
-    def comparing(self) -> Iterator[None]:
-        """A comparison runs inside, whose time is not the step's."""
-        self.is_comparing_early = self._is_early
+    def comparing(self, *, shows_new: bool = False) -> Iterator[None]:
+        """A comparison runs inside, whose time is not the step's.
+
+        Args:
+            shows_new: its batch can show what none before could, so that it is not made for the zeros alone.
+        """
+        self.is_comparing_early = self._is_early and not shows_new
         self._num_early += self._is_early
-        self._has_zeros = False
+        if self._steps > 0:  # else another batch of the same step has been compared
+            self._has_zeros = False
         began = time.perf_counter()
         yield
         self._comparison_s = time.perf_counter() - began

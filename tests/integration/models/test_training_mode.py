@@ -75,6 +75,7 @@ class _Rates(_Around):
         self.dropout = nn.Dropout(0.2)
         self.hidden_dropout = 0.2
         self.router_jitter_noise = 0.1
+        self.neftune_noise_alpha = 5  # whole numbers too
         self.count = 0
         self.register_buffer("seen", torch.zeros(()))
 
@@ -82,7 +83,7 @@ class _Rates(_Around):
         self.count += 1
         self.seen += 1
         kept = F.dropout(self.dropout(x), self.hidden_dropout, self.training)
-        jitter = 1 + self.router_jitter_noise * torch.randn_like(x)
+        jitter = 1 + (self.router_jitter_noise + self.neftune_noise_alpha) * torch.randn_like(x)
         return 0.1 * kept * jitter
 
 
@@ -97,6 +98,15 @@ class _OwnGenerator(_Around):
         return x * torch.rand(x.shape[-1], generator=self._generator).gt(0.2)
 
 
+class _SeveralRows(_Around):
+    """What batch norm demands of its input, and no piece of a batch has."""
+
+    def added(self, x: Tensor) -> Tensor:
+        if x.shape[0] < 64:
+            raise ValueError("expected more rows when training")
+        return x
+
+
 _Layer = Callable[[nn.Module], nn.Module]
 
 # And what the message has.
@@ -105,6 +115,10 @@ WRONG: dict[_Layer, str] = {
     _Backward: "the gradient at model.layers.0.post_attention_layernorm differs",
 }
 RIGHT: tuple[_Layer, ...] = (_Scale, _Rates)
+TOLD: dict[_Layer, str] = {
+    _OwnGenerator: "another thing every time",
+    _SeveralRows: "ValueError: expected more rows when training",
+}
 
 
 def test_what_mixes_tokens_in_training_alone_is_refused_and_no_dropout_is() -> None:
@@ -114,16 +128,17 @@ def test_what_mixes_tokens_in_training_alone_is_refused_and_no_dropout_is() -> N
     for layer, words in WRONG.items():
         assert words in verdicts[layer.__name__], verdicts
     assert [verdicts[layer.__name__] for layer in RIGHT] == [""] * len(RIGHT)
-    assert verdicts[_OwnGenerator.__name__] == ""
-    (text,) = warnings
-    assert "another thing every time" in text
+    assert [verdicts[layer.__name__] for layer in TOLD] == [""] * len(TOLD)
+    assert len(warnings) == len(TOLD), warnings
+    for text, words in zip(warnings, TOLD.values(), strict=True):
+        assert words in text
 
 
 def _verdicts(rank: int) -> tuple[dict[str, str], list[str]]:
     warnings = _Warnings()
     logging.getLogger("ds_hetero").addHandler(warnings)
     verdicts = {}
-    for layer in (*WRONG, *RIGHT, _OwnGenerator):
+    for layer in (*WRONG, *RIGHT, *TOLD):
         model = llama(attention_dropout=0.1)
         model.model.layers[0].mlp = layer(model.model.layers[0].mlp)
         model.train()

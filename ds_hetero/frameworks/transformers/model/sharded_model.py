@@ -105,6 +105,7 @@ class ShardedModel:
         self._switched = list(self.pretrained.parameters())
         self._checked: set[str] = set()  # features of batches
         self.num_comparisons = 0
+        self.told: set[str] = set()  # what the self-check has said, and says once
         self._has_scaled_loss = False  # since the engine's last step
         self.places_documents = self.asked_for_documents = False
         self.placer: Placer = stream_placement  # of the moment
@@ -365,8 +366,12 @@ class ShardedModel:
                 replicas are of different size.
         """
         every = self.pace.every
-        is_due = every == "always" or (every != "off" and (self.pace.is_due or not features <= self._checked))
+        is_due = every == "always" or (every != "off" and (self.pace.is_due or self.shows_new(features)))
         return is_due and self.is_split
+
+    def shows_new(self, features: frozenset[str]) -> bool:
+        """Whether a batch of these features can show what none before could, under the present schedule."""
+        return not features <= self._checked
 
     def note_checked(self, features: frozenset[str]) -> None:
         """The model passed under the present schedule, with a batch of these features."""

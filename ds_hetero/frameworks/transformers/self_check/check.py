@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ from ds_hetero.frameworks.transformers.self_check.comparison import (
 )
 from ds_hetero.frameworks.transformers.self_check.features import features_of
 from ds_hetero.frameworks.transformers.self_check.piece import has_left_padding, marks_documents, piece_of
-from ds_hetero.frameworks.transformers.self_check.recorded_run import traceless
+from ds_hetero.frameworks.transformers.self_check.recorded_run import RecordedRun, traceless
 from ds_hetero.frameworks.transformers.self_check.runs import Runs, WindowRuns
-from ds_hetero.frameworks.transformers.self_check.training_mode import InTraining, compare_modes, without_randomness
+from ds_hetero.frameworks.transformers.self_check.training_mode import InTraining, is_same_run, without_randomness
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.shards import Batch, Entries
 
@@ -71,7 +72,7 @@ class SelfCheck:
         for rank, of_rank in enumerate(features_of_ranks):
             for number, features in enumerate(of_rank):
                 if features not in seen and self._model.needs_check(features):
-                    with self._model.pace.comparing():
+                    with self._model.pace.comparing(shows_new=self._model.shows_new(features)):
                         check_batch(self._model, batches[number] if rank == dist.get_rank() else None)
                     self._model.note_checked(features)
                 seen.add(features)
@@ -88,7 +89,7 @@ class SelfCheck:
             features_of(self._model, batch) if self._model.replica.num_replicas == 1 else frozenset({"the first batch"})
         )
         if self._model.needs_check(features):
-            with self._model.pace.comparing():
+            with self._model.pace.comparing(shows_new=self._model.shows_new(features)):
                 check_batch(self._model, batch, is_of_call=True)
             self._model.note_checked(features)
 
@@ -127,9 +128,10 @@ def check_batch(model: ShardedModel, batch: Batch | None, *, is_of_call: bool = 
     runs = Runs(model, piece, module)
     marked_by = marks_documents(piece)
     refusal = _refusal_of_one_process(model, runs) if marked_by else ""
-    differences = [] if refusal else _differences(model, runs)
+    compared = _Compared([], None) if refusal else _compare(model, runs)
+    differences = compared.differences
     if not differences and not refusal:
-        _compare_in_training(model, runs)
+        _compare_in_training(model, runs, compared)
         if has_left_padding(piece):
             _look_at_padding(model, batch, module)
         return
@@ -152,42 +154,84 @@ def _check_window(model: ShardedModel, batch: Batch | None) -> None:
     whole = on_all_ranks(lambda: dict(batch or {}) if dist.get_rank() == first else None)[first]
     assert whole is not None
     runs = WindowRuns(model, whole)
-    differences = _differences(model, runs)
-    if differences:
-        raise ModelError(_refusal(model, runs, *differences[0]))
-    _compare_in_training(model, runs)
+    compared = _compare(model, runs)
+    if compared.differences:
+        raise ModelError(_refusal(model, runs, *compared.differences[0]))
+    _compare_in_training(model, runs, compared)
 
 
-def _compare_in_training(model: ShardedModel, runs: Runs) -> None:
+def _compare_in_training(model: ShardedModel, runs: Runs, compared: _Compared) -> None:
     """Compare a piece that passed in evaluation in training, too, if the model computes something else there.
 
-    Collectives: one `on_all_ranks`, and those of the forwards; as many as in evaluation where something is compared.
+    Args:
+        compared: what the piece made in evaluation; its whole run is given up as soon as it is not needed.
+
+    Collectives: up to five `on_all_ranks`, and those of one or two forwards; as many as in evaluation where something
+        is compared in training.
 
     Raises:
         ModelError: the model computes something else when it is split, in training alone; on every rank.
     """
-
-    def mode_of_training() -> InTraining:
-        module = model.model
-        if not any(part.training for part in module.modules()):
-            return InTraining.SAME
-        with model.unrecorded(), torch.autocast(runs.device.type, enabled=False):
-            with traceless(module):
-                evaluation = runs.whole(None)
-            with traceless(module, in_training=True), without_randomness(module):
-                return compare_modes(evaluation, runs.whole(None), runs.whole(None))
-
-    modes = on_all_ranks(mode_of_training)
-    if InTraining.RANDOM in modes:
-        _warn(
-            f"{type(model.pretrained).__name__} computes something else in training than in evaluation, another thing "
-            "every time, although its dropout and noise were switched off. Pieces of batches are compared with one "
-            "process in evaluation alone: what the model does to tokens in training alone is not checked."
+    mode, error = _mode_of_training(model, runs, compared)
+    name = type(model.pretrained).__name__
+    if mode is InTraining.FAILS:
+        _warn_once(model, f"{name} cannot run a piece of a batch in training, so that pieces {_NOT_IN_TRAINING}", error)
+    elif mode is InTraining.RANDOM:
+        _warn_once(
+            model,
+            f"{name} computes something else in training than in evaluation, another thing every time, with every rate "
+            f"of dropout and noise that is known at zero. Pieces of batches {_NOT_IN_TRAINING}",
         )
-    elif InTraining.OTHER in modes:
-        differences = _differences(model, runs, in_training=True)
-        if differences:
-            raise ModelError(_refusal(model, runs, *differences[0], mode=" in training mode"))
+    elif mode is InTraining.OTHER:
+        in_training = _compare(model, runs, in_training=True)
+        if in_training.differences:
+            raise ModelError(_refusal(model, runs, *in_training.differences[0], mode=" in training mode"))
+
+
+_NOT_IN_TRAINING = (
+    "are compared with one process in evaluation alone: what the model does to tokens in training alone is not checked."
+)
+
+
+def _mode_of_training(model: ShardedModel, runs: Runs, compared: _Compared) -> tuple[InTraining, str]:
+    """What a whole run in training is beside the one in evaluation, the same on every rank, and why it fails."""
+    made: list[RecordedRun] = []  # in training, whole
+
+    def run_whole() -> str:
+        try:
+            with _quiet(model, runs, in_training=True):
+                made.append(runs.whole(None))
+        except HeteroError:
+            raise
+        except Exception as error:  # of the model: batch norm wants more than one row, for one
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    if not any(on_all_ranks(lambda: any(module.training for module in model.model.modules()))):
+        return InTraining.SAME, ""
+    if any(errors := on_all_ranks(run_whole)):
+        return InTraining.FAILS, next(filter(None, errors))
+    evaluation, compared.whole = compared.whole, None
+    if all(on_all_ranks(lambda: is_same_run(evaluation, made[0]))):
+        return InTraining.SAME, ""
+    evaluation = None  # before another run
+    if any(errors := on_all_ranks(run_whole)):
+        return InTraining.FAILS, next(filter(None, errors))
+    is_same = all(on_all_ranks(lambda: is_same_run(made[0], made[1])))
+    return InTraining.OTHER if is_same else InTraining.RANDOM, ""
+
+
+@contextlib.contextmanager
+def _quiet(model: ShardedModel, runs: Runs, *, in_training: bool) -> Iterator[None]:
+    """Let runs inside leave nothing behind, without autocast, dropout and noise."""
+    without_rates = without_randomness(model.model) if in_training else contextlib.nullcontext()
+    with (
+        traceless(model.model, in_training=in_training),
+        without_rates,
+        model.unrecorded(),
+        torch.autocast(runs.device.type, enabled=False),
+    ):
+        yield
 
 
 def _look_at_padding(model: ShardedModel, batch: Batch | None, module: nn.Module) -> None:
@@ -208,6 +252,13 @@ def _warn(text: str) -> None:
         logger.warning("%s", text)
 
 
+def _warn_once(model: ShardedModel, text: str, reason: str = "") -> None:
+    """Say ``text`` the first time, and its reason behind it, which may differ from time to time."""
+    if text not in model.told:
+        _warn(f"{text} ({reason})" if reason else text)
+    model.told.add(text)
+
+
 def _first_piece(model: ShardedModel, batch: Batch | None, **kind: bool) -> Entries:
     """Return the piece of the first rank that has a batch, cut as `piece_of` does; the same on every rank."""
 
@@ -222,7 +273,7 @@ def _refusal_of_one_process(model: ShardedModel, runs: Runs) -> str:
 
     def run_whole() -> str:
         try:
-            with traceless(model.model), model.unrecorded(), torch.autocast(runs.device.type, enabled=False):
+            with _quiet(model, runs, in_training=False):
                 runs.whole(None)
         except HeteroError:
             raise
@@ -233,20 +284,26 @@ def _refusal_of_one_process(model: ShardedModel, runs: Runs) -> str:
     return next((text for text in on_all_ranks(run_whole) if text), "")
 
 
-def _differences(model: ShardedModel, runs: Runs, *, in_training: bool = False) -> list[tuple[int, Difference]]:
-    """Return (rank, difference) of every module that differs beyond rounding; the same on every rank.
+@dataclass
+class _Compared:
+    """What a piece made, whole and sharded."""
+
+    differences: list[tuple[int, Difference]]  # rank and module, beyond rounding; the same on every rank
+    whole: RecordedRun | None  # the whole run; None when it has been given up
+
+
+def _differences(model: ShardedModel, runs: Runs) -> list[tuple[int, Difference]]:
+    return _compare(model, runs).differences
+
+
+def _compare(model: ShardedModel, runs: Runs, *, in_training: bool = False) -> _Compared:
+    """Run a piece whole and sharded, and compare.
 
     Args:
         in_training: compare runs in training mode without dropout and noise, and not in evaluation.
     """
     eps = max(torch.finfo(dtype).eps for dtype in (model.pretrained.dtype, torch.float32))  # losses are fp32 at best
-    quiet = without_randomness(model.model) if in_training else contextlib.nullcontext()
-    with (
-        traceless(model.model, in_training=in_training),
-        quiet,
-        model.unrecorded(),
-        torch.autocast(runs.device.type, enabled=False),
-    ):
+    with _quiet(model, runs, in_training=in_training):
         whole, sharded = runs.pair(None)
         if 0.0 in whole.sizes.values():  # which shows nothing of how it is made
             model.pace.note_zeros()
@@ -259,11 +316,12 @@ def _differences(model: ShardedModel, runs: Runs, *, in_training: bool = False) 
             errors = least(errors, compare_runs(*runs.pair(seed), runs.held))
             differences = _faults_of_all(errors, noise, eps)
     if not model.pace.is_comparing_early:
-        return differences
+        return _Compared(differences, whole)
     # What has just left zero (a head after one step) makes gradients of tokens of terms that nearly cancel: 41 units of
     # fp32 were seen where 17 are allowed, of a right model (draw 246 of seed 11, without its mixing layers). What was
     # zero at the comparison before, and is looked at now, are the gradients of parameters.
-    return [(rank, difference) for rank, difference in differences if difference.kind != GRADIENT]
+    kept = [(rank, difference) for rank, difference in differences if difference.kind != GRADIENT]
+    return _Compared(kept, whole)
 
 
 def _faults_of_all(errors: Any, noise: Any, eps: float) -> list[tuple[int, Difference]]:

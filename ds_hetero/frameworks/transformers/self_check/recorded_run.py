@@ -222,7 +222,8 @@ def traceless(model: nn.Module, *, in_training: bool = False) -> Iterator[None]:
     wants_gradient = [parameter.requires_grad for parameter in parameters]
     buffers = [(b, b.detach().clone()) for b in model.buffers() if b.numel() <= _LARGEST_KEPT_BUFFER]
     hooks = [(module, module._backward_hooks, module._backward_pre_hooks) for module in modules]
-    numbers = [(module, _numbers_of(module)) for module in modules]
+    # With a number a module may replace a buffer: the length that rotary embeddings are made for, and frequencies.
+    numbers = [(module, _numbers_of(module), dict(module._buffers)) for module in modules]
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     devices = sorted({parameter.device.index or 0 for parameter in parameters if parameter.device.type == "cuda"})
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
@@ -246,9 +247,10 @@ def traceless(model: nn.Module, *, in_training: bool = False) -> Iterator[None]:
                 module.training = mode
                 if checkpoints:
                     module.__dict__["gradient_checkpointing"] = checkpoints
-            _put_back(buffers)
-            for module, of_module in numbers:
+            for module, of_module, buffers_of_module in numbers:
                 vars(module).update(of_module)
+                module._buffers.update(buffers_of_module)
+            _put_back(buffers)
             random.setstate(python_state)
             numpy.random.set_state(numpy_state)
 
