@@ -125,6 +125,8 @@ class TokenFactors:
             path = paths.setdefault(checksum, _Path(checksum))
             path.several |= is_part or bool(path.sums)
             path.sums.append(_watched(node))
+            # Of half logits the likelihood is half, and the loss may be of fp32 all the same.
+            step.is_half |= _is_half(node)
         step.backwards.append(list(paths.values()))
 
     @torch.no_grad()
@@ -236,6 +238,10 @@ def _numel(node: Any) -> int:
     return prod(int(size) for size in metadata[0].shape) if metadata else _MOST_SCALARS + 1
 
 
+def _is_half(node: Any) -> bool:
+    return bool(node._input_metadata[0].dtype.itemsize < 4)
+
+
 def _watched(node: Any) -> _Sum:
     """Let a hook keep the gradient that arrives at a sum."""
     one = _Sum(_share_of_tokens(node))
@@ -251,7 +257,7 @@ def _watched(node: Any) -> _Sum:
 def _share_of_tokens(node: Any) -> Tensor | float:
     """By what the values of single tokens are multiplied in a sum: inside a mean by one over its count."""
     if node.name() in LIKELIHOODS:
-        return 1 / node._saved_total_weight.double() if node._saved_reduction == 1 else 1.0
+        return 1 / _total_weight(node) if node._saved_reduction == 1 else 1.0
     if node.name() in MEANS_OF_ELEMENTS:
         return 1 / max(node._saved_self.numel(), 1) if node._saved_reduction == 1 else 1.0
     share: Tensor | float = 1.0
@@ -268,6 +274,20 @@ def _share_of_tokens(node: Any) -> Tensor | float:
             break
         one = _only_operand(one)
     return share
+
+
+def _total_weight(node: Any) -> Tensor:
+    """[], weights of the labels that count; counted again where the node has rounded them to a half type."""
+    total: Tensor = node._saved_total_weight
+    if total.element_size() >= 4:
+        return total.double()
+    ignored = node._saved_ignore_index
+    labels: Tensor = node._saved_target
+    counts = labels != (ignored - 2**64 if ignored >= 2**63 else ignored)
+    weight: Tensor | None = node._saved_weight
+    if weight is None:
+        return counts.sum().double()
+    return (weight.double()[labels.masked_fill(~counts, 0)] * counts).sum()
 
 
 def _multiplier(node: Any) -> Tensor | float | None:

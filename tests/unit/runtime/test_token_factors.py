@@ -185,3 +185,13 @@ def test_half_precision_rounds_factors() -> None:
         return ((x.logsumexp(-1).square()[y != -100].mean()).bfloat16() * (y.ne(-100).sum() / 14).bfloat16()) * 1.01
 
     assert _verdict(loss) is None
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHT.bfloat16()])
+def test_half_logits_round_the_factors_of_a_loss_of_fp32(weight: Tensor | None) -> None:
+    def loss(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        counts = y.ne(-100).sum() if weight is None else weight.double()[y[y != -100]].sum()
+        return F.cross_entropy(x[0].bfloat16(), y[0], weight=weight).float() * counts.float() / 1000
+
+    assert _verdict(loss, tokens=(1030, 517), unlabelled=7) is None
+    assert _verdict(loss, tokens=(1030, 517), unlabelled=1030) is None
