@@ -283,7 +283,7 @@ def _total_weight(node: Any) -> Tensor:
         return total.double()
     ignored = node._saved_ignore_index
     labels: Tensor = node._saved_target
-    counts = labels != (ignored - 2**64 if ignored >= 2**63 else ignored)
+    counts = labels.ne(ignored - 2**64 if ignored >= 2**63 else ignored)
     weight: Tensor | None = node._saved_weight
     if weight is None:
         return counts.sum().double()
