@@ -77,6 +77,7 @@ class _Path:
 
     checksum: int
     sums: list[_Sum] = field(default_factory=list)
+    is_taken: bool = False  # a sum of it was found, whether or not it could be read
     several: bool = False  # there may be others on the path, in another batch or on another rank
 
 
@@ -88,6 +89,10 @@ class _Step:
     num_backwards: int = 0
     is_half: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+class _UnreadableError(Exception):
+    """By what a sum multiplies its tokens cannot be read."""
 
 
 class OfReplica(Protocol):
@@ -123,8 +128,12 @@ class TokenFactors:
         paths: dict[int, _Path] = {}
         for node, checksum, is_part in _sums_of(loss.grad_fn):
             path = paths.setdefault(checksum, _Path(checksum))
-            path.several |= is_part or bool(path.sums)
-            path.sums.append(_watched(node))
+            path.several |= is_part or path.is_taken
+            path.is_taken = True
+            try:
+                path.sums.append(_watched(node))
+            except _UnreadableError:
+                continue
             # Of half logits the likelihood is half, and the loss may be of fp32 all the same.
             step.is_half |= _is_half(node)
         step.backwards.append(list(paths.values()))
@@ -259,7 +268,7 @@ def _share_of_tokens(node: Any) -> Tensor | float:
     if node.name() in LIKELIHOODS:
         return 1 / _total_weight(node) if node._saved_reduction == 1 else 1.0
     if node.name() in MEANS_OF_ELEMENTS:
-        return 1 / max(node._saved_self.numel(), 1) if node._saved_reduction == 1 else 1.0
+        return 1 / max(_operand_numel(node), 1) if node._saved_reduction == 1 else 1.0
     share: Tensor | float = 1.0
     one: Any = node
     while one is not None:
@@ -276,15 +285,36 @@ def _share_of_tokens(node: Any) -> Tensor | float:
     return share
 
 
+def _saved(node: Any, name: str) -> Any:
+    """What a node keeps for its backward, where nobody has hooked it.
+
+    To read runs the hook: one that offloads forgets what it has given back, so that the backward finds nothing; one
+    of checkpoints computes their region again.
+
+    Raises:
+        _UnreadableError: it is hooked.
+    """
+    if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:
+        raise _UnreadableError
+    return getattr(node, f"_saved_{name}")
+
+
+def _operand_numel(node: Node) -> int:
+    """Elements of what a node was made of, the first that has gradients."""
+    below, index = next((one, index) for one, index in node.next_functions if one is not None)
+    metadata: Any = below._input_metadata
+    return prod(int(size) for size in metadata[index].shape)
+
+
 def _total_weight(node: Any) -> Tensor:
     """[], weights of the labels that count; counted again where the node has rounded them to a half type."""
-    total: Tensor = node._saved_total_weight
+    total: Tensor = _saved(node, "total_weight")
     if total.element_size() >= 4:
         return total.double()
     ignored = node._saved_ignore_index
-    labels: Tensor = node._saved_target
+    labels: Tensor = _saved(node, "target")
     counts = labels.ne(ignored - 2**64 if ignored >= 2**63 else ignored)
-    weight: Tensor | None = node._saved_weight
+    weight: Tensor | None = _saved(node, "weight")
     if weight is None:
         return counts.sum().double()
     return (weight.double()[labels.masked_fill(~counts, 0)] * counts).sum()
@@ -295,7 +325,7 @@ def _multiplier(node: Any) -> Tensor | float | None:
     is_first = node.next_functions[0][0] is not None
     if not is_first and node.name().startswith("Div"):
         return None
-    value = node._saved_other if is_first else node._saved_self
+    value = _saved(node, "other" if is_first else "self")
     if not isinstance(value, Tensor):
         return None if value is None else float(value)
     return value.detach().double().reshape(()) if value.numel() == 1 else None

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.step_checks import TokenFactors
@@ -195,3 +196,52 @@ def test_half_logits_round_the_factors_of_a_loss_of_fp32(weight: Tensor | None) 
 
     assert _verdict(loss, tokens=(1030, 517), unlabelled=7) is None
     assert _verdict(loss, tokens=(1030, 517), unlabelled=1030) is None
+
+
+HOOKED = {
+    "likelihood": lambda x, y: _ce(x, y),
+    "half likelihood": lambda x, y: _ce(x.bfloat16(), y, weight=WEIGHT.bfloat16()),
+    "elementwise": lambda x, y: F.mse_loss(x.exp(), torch.ones_like(x)),
+    "product": lambda x, y: (x.logsumexp(-1) * torch.tensor(0.5)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_tensors_that_are_offloaded_are_fetched_by_the_backward_alone(name: str) -> None:
+    offloaded: dict[int, Tensor] = {}
+
+    def offload(tensor: Tensor) -> int:
+        offloaded[len(offloaded)] = tensor
+        return len(offloaded) - 1
+
+    fetched: list[int] = []
+
+    def fetch(place: int) -> Tensor:
+        fetched.append(place)
+        return offloaded[place]
+
+    def loss(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(offload, fetch):
+            return HOOKED[name](x, y) / 2
+
+    expected = loss(torch.randn(1, 5, VOCAB).requires_grad_(), torch.zeros(1, 5, dtype=torch.long), 0)
+    expected.backward()
+    of_one_backward = len(fetched)
+    fetched.clear()
+    verdict = _verdict(loss)
+    assert len(fetched) == 2 * of_one_backward
+    assert isinstance(verdict, ConfigError) == (name == "elementwise"), verdict  # whose count is seen by its shape
+
+
+def test_a_checkpointed_loss_is_computed_twice_and_no_more() -> None:
+    forwards = []
+
+    def loss(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        def of_logits(x: Tensor) -> Tensor:
+            forwards.append(rank)
+            return _ce(x, y)
+
+        return checkpoint(of_logits, x, use_reentrant=False) * y.ne(-100).sum() / LABELS
+
+    assert _verdict(loss) is None
+    assert forwards == [0, 0, 1, 1]
