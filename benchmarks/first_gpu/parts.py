@@ -109,6 +109,7 @@ class Part:
         limit_s: seconds, after which its processes are ended; less where its section has less left.
         ranks: processes on the device.
         communicates: its ranks form a process group on the device, which an NCCL may refuse them on one card.
+        without_mps: its ranks take turns on the device, since one of them is killed: MPS may end its others with it.
         needs: names of torch that older releases lack, such as ``torch.distributed.all_gather_single``.
         env: variables of its processes; `rehearsed_env` has those of a rehearsal beside them.
         strict: in a rehearsal its ranks wait where those on NCCL would (`tests.strict_group`).
@@ -127,6 +128,7 @@ class Part:
     limit_s: float
     ranks: int = 1
     communicates: bool = True
+    without_mps: bool = False
     needs: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     rehearsed_env: Mapping[str, str] = field(default_factory=dict)

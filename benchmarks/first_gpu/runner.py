@@ -20,7 +20,7 @@ from benchmarks.first_gpu.shared_card import refusal_of_installed
 _TICK_S = 0.25
 _LEAST_S = 2.0  # a part is not begun with less
 _PROBE_S = 60.0  # the fork server imports torch, DeepSpeed and transformers first
-ENV = "env"  # key of a row whose value is a mapping of variables for all later parts
+ENV = "env"  # key of a row whose value are MPS's variables, for all later parts that may run by it
 _ONE_RANK = "one_rank"  # key of the row of `_PROBE`: why ranks cannot share the card; empty where they can
 
 
@@ -83,7 +83,8 @@ class Runner:
             entry["outcome"], entry["why"] = outcome
             self._record.write()
             return
-        crew = Crew(part, self._settings, self._folder / section.name / part.name.replace(" ", "_"), limit_s)
+        settings = replace(self._settings, env={}) if part.without_mps else self._settings
+        crew = Crew(part, settings, self._folder / section.name / part.name.replace(" ", "_"), limit_s)
         entry["outcome"], entry["limit_s"] = "running", round(limit_s, 1)
         self._record.write()
         if part.in_background:

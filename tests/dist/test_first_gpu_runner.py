@@ -63,6 +63,14 @@ def _say_one_rank(context: Context) -> None:
     context.report({"one_rank": "NCCL refuses"})
 
 
+def _report_variables(context: Context) -> None:
+    context.report({"env": {"PLANTED_VARIABLE": "yes"}})
+
+
+def _report_planted_variable(context: Context) -> None:
+    context.report({"seen": os.environ.get("PLANTED_VARIABLE")})
+
+
 def _compute_on(context: Context) -> None:
     context.report({"pid": os.getpid(), "rank_said": int(os.environ["RANK"])})
 
@@ -138,6 +146,16 @@ def test_parts_of_several_ranks_are_left_out_where_nccl_refuses_them_on_one_card
     assert code == 0
     assert [entry["outcome"] for entry in result["parts"]] == ["left out", "done", "done"]
     assert result["parts"][0]["why"] == "NCCL refuses"
+
+
+def test_variables_that_a_part_reports_are_those_of_later_parts_that_may_run_by_mps(tmp_path: Path) -> None:
+    parts = [
+        Part(name="starts", run=_report_variables, limit_s=20),
+        Part(name="by it", run=_report_planted_variable, limit_s=20),
+        Part(name="without", run=_report_planted_variable, limit_s=20, without_mps=True),
+    ]
+    _, result = _run(tmp_path, *parts)
+    assert [entry["rows"][0].get("seen") for entry in result["parts"]] == [None, "yes", None]
 
 
 def test_to_fail_before_anything_is_reported_is_no_result(tmp_path: Path) -> None:

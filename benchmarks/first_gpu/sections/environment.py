@@ -6,13 +6,13 @@ import glob
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from benchmarks.first_gpu import mps
 from benchmarks.first_gpu.parts import Context, Part, Row, Section
 from benchmarks.first_gpu.runner import ENV
 from benchmarks.first_gpu.triton_builds import compile_config
@@ -27,7 +27,6 @@ from ds_hetero.runtime.devices import collectives_library, has_native_bf16
 _PACKAGES = ("torch", "triton", "deepspeed", "transformers", "accelerate", "peft", "flash-attn", "nvidia-nccl-cu13")
 # Processes, of which each has a core: the one H200 there was had 16 (docs/measured.md). Some are left to what is timed.
 _COMPILERS = max(1, min(12, (os.cpu_count() or 1) - 4))
-_MPS = "nvidia-cuda-mps-control"
 
 
 def describe(context: Context) -> None:
@@ -97,27 +96,24 @@ def name_backends(context: Context) -> None:
 
 
 def start_mps(context: Context) -> None:
-    """Let processes run on the card side by side and not by turns; its daemon ends in the last section."""
-    command = shutil.which(_MPS)
+    """Let processes run on the card side by side and not by turns; the runner ends its daemon."""
+    command = shutil.which(mps.COMMAND)
     if command is None and context.rehearsal:
         command = _stand_in(context.folder)
     if command is None:
-        context.report({"mps": False, "why": f"{_MPS} is not there: ranks take turns on the device"})
+        context.report({"mps": False, "why": f"{mps.COMMAND} is not there: ranks take turns on the device"})
         return
-    pipes, logs = context.folder / "pipes", context.folder / "logs"
-    env = {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(logs)}
-    for folder in (pipes, logs):
-        folder.mkdir()
-    started = subprocess.run([command, "-d"], env={**os.environ, **env}, capture_output=True, text=True, timeout=10)
-    if started.returncode == 0:
-        context.report({"mps": True, "command": Path(command).name, ENV: env | {"FIRST_GPU_MPS": command}})
+    try:
+        variables = mps.start(command, context.folder, context.device.type)
+    except mps.MpsError as error:
+        context.report({"mps": False, "why": str(error)})
     else:
-        context.report({"mps": False, "why": (started.stderr or started.stdout).strip()[-300:]})
+        context.report({"mps": True, "command": Path(command).name, ENV: variables})
 
 
 def _stand_in(folder: Path) -> str:
     """A command in the place of CUDA's, which takes its arguments and does nothing."""
-    file = folder / _MPS
+    file = folder / mps.COMMAND
     file.write_text("#!/bin/sh\ncat >/dev/null\nexit 0\n")
     file.chmod(0o755)
     return str(file)
@@ -152,6 +148,6 @@ SECTION = Section(
         ),
         Part(name="software and device", run=describe, limit_s=20),
         Part(name="backend names", run=name_backends, limit_s=20),
-        Part(name="MPS", run=start_mps, limit_s=12),
+        Part(name="MPS", run=start_mps, limit_s=mps.LONGEST_S + 5),
     ),
 )

@@ -74,6 +74,7 @@ SECTION = Section(
         Part(
             name="used by some first",
             run=used_by_some_first,
+            without_mps=True,
             ranks=_RANKS,
             limit_s=15,
             rehearsed_limit_s=5,
@@ -92,6 +93,8 @@ SECTION = Section(
         ),
         Part(name="sub-rings", run=two_ranks.attention, ranks=_RANKS, limit_s=20, strict=True),
         Part(name="unequal collectives", run=two_ranks.unequal_collectives, ranks=_RANKS, limit_s=20),
-        Part(name="self-test", run=two_ranks.selftest, ranks=_RANKS, limit_s=60, rehearsed_limit_s=120),
+        Part(
+            name="self-test", run=two_ranks.selftest, without_mps=True, ranks=_RANKS, limit_s=60, rehearsed_limit_s=120
+        ),
     ),
 )

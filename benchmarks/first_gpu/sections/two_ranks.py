@@ -348,6 +348,7 @@ SECTION = Section(
         Part(
             name="pipeline as before",
             run=pipeline_unconnected,
+            without_mps=True,
             ranks=2,
             limit_s=20,
             rehearsed_limit_s=5,
@@ -375,6 +376,7 @@ SECTION = Section(
         Part(
             name="lost rank",
             run=lost_rank,
+            without_mps=True,
             ranks=2,
             limit_s=35,
             grace_s=30,
@@ -382,6 +384,6 @@ SECTION = Section(
             strict=True,
             rehearsed_env=_WAITS_FOR_EVER,
         ),
-        Part(name="self-test", run=selftest, ranks=2, limit_s=60, rehearsed_limit_s=120),
+        Part(name="self-test", run=selftest, without_mps=True, ranks=2, limit_s=60, rehearsed_limit_s=120),
     ),
 )
