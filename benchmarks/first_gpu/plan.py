@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.first_gpu.sections import cudnn, end, environment, more_ranks, overlap, ring, steps, triton, two_ranks
+from benchmarks.first_gpu.sections import cudnn, environment, more_ranks, overlap, ring, steps, triton, two_ranks
 
 SECTIONS = (
     environment.SECTION,
@@ -13,5 +13,4 @@ SECTIONS = (
     two_ranks.SECTION,
     more_ranks.SECTION,
     steps.SECTION,
-    end.SECTION,
 )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
+from benchmarks.first_gpu import mps
 from benchmarks.first_gpu.crew import Crew, Outcome, Settings, wait_for
 from benchmarks.first_gpu.parts import Context, Part, Row, Section, missing_names
 from benchmarks.first_gpu.record import Record
@@ -45,7 +46,7 @@ class Runner:
         record.result["budget_s"] = budget_s
 
     def run(self) -> None:
-        """Run everything; processes that were started are ended whatever happens."""
+        """Run everything; processes that were started, and MPS's daemon, are ended whatever happens."""
         try:
             self._choose_start_method()
             began = time.monotonic()
@@ -57,6 +58,7 @@ class Runner:
         finally:
             for section, crew in list(self._background):
                 self._finish(section, crew)
+            mps.stop(self._settings.env)
             self._record.write()
 
     def _choose_start_method(self) -> None:

@@ -71,6 +71,24 @@ def _report_planted_variable(context: Context) -> None:
     context.report({"seen": os.environ.get("PLANTED_VARIABLE")})
 
 
+def _report_daemon(context: Context) -> None:
+    command = context.folder / "control"
+    command.write_text(f"#!/bin/sh\ncat >> {context.folder}/told\n")
+    command.chmod(0o755)
+    context.report({"env": {"FIRST_GPU_MPS": str(command)}})
+
+
+class _InterruptedRecord(Record):
+    """Of a run that the user ends when a part has reported something."""
+
+    interrupts_at = ""
+
+    def add(self, section: Section, part: Part, row: dict[str, Any]) -> None:
+        super().add(section, part, row)
+        if part.name == self.interrupts_at:
+            raise KeyboardInterrupt
+
+
 def _compute_on(context: Context) -> None:
     context.report({"pid": os.getpid(), "rank_said": int(os.environ["RANK"])})
 
@@ -156,6 +174,25 @@ def test_variables_that_a_part_reports_are_those_of_later_parts_that_may_run_by_
     ]
     _, result = _run(tmp_path, *parts)
     assert [entry["rows"][0].get("seen") for entry in result["parts"]] == [None, "yes", None]
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_daemon_that_a_part_has_started_ends_with_the_run(
+    tmp_path: Path, monkeypatch: Any, is_interrupted: bool
+) -> None:
+    """Whichever sections were chosen, and when the user ends it."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    parts = [Part(name="starts", run=_report_daemon, limit_s=20)]
+    sections = _planted(*parts, Part(name="goes on", run=_report_and_return, limit_s=20))
+    record = _InterruptedRecord("planted", sections, tmp_path / "planted.json", True)
+    run = Runner(sections, record, tmp_path / "parts", Settings(rehearsal=True, preload=("torch",)), 100.0).run
+    if is_interrupted:
+        record.interrupts_at = "goes on"
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    else:
+        run()
+    assert (tmp_path / "parts" / "planted" / "starts" / "told").read_text() == "quit\n"
 
 
 def test_to_fail_before_anything_is_reported_is_no_result(tmp_path: Path) -> None:
