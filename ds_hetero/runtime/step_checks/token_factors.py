@@ -270,17 +270,24 @@ def _share_of_tokens(node: Any) -> Tensor | float:
     if node.name() in MEANS_OF_ELEMENTS:
         return 1 / max(_operand_numel(node), 1) if node._saved_reduction == 1 else 1.0
     share: Tensor | float = 1.0
+    is_weighted = False
     one: Any = node
     while one is not None:
+        number: Tensor | float | None = 1.0
         if one.name() in ("MeanBackward0", "MeanBackward1"):
-            share = share / max(prod(int(size) for size in one._saved_self_sym_sizes) // max(_numel(one), 1), 1)
+            number = 1 / max(prod(int(size) for size in one._saved_self_sym_sizes) // max(_numel(one), 1), 1)
         elif one.name() in _PRODUCTS:
+            if one.name().startswith("Div") and one.next_functions[0][0] is None:
+                break  # a number divided by the tokens' values
             number = _multiplier(one)
-            if number is None:
-                break
-            share = share / number if one.name().startswith("Div") else share * number
         elif one.name() not in SAME_VALUES | _TOTALS:
             break
+        if number is None:
+            is_weighted = True
+        elif is_weighted and not (isinstance(number, float) and number == 1):
+            raise _UnreadableError  # weights of elements may undo it, such as counts that a mean below is divided by
+        else:
+            share = share * number
         one = _only_operand(one)
     return share
 
@@ -320,15 +327,19 @@ def _total_weight(node: Any) -> Tensor:
     return (weight.double()[labels.masked_fill(~counts, 0)] * counts).sum()
 
 
-def _multiplier(node: Any) -> Tensor | float | None:
-    """The number that all of a product's, or a quotient's, elements share; None of a tensor of several."""
-    is_first = node.next_functions[0][0] is not None
-    if not is_first and node.name().startswith("Div"):
+def _multiplier(node: Any) -> Tensor | None:
+    """The number that a product or a quotient multiplies all elements with; None of unlike weights.
+
+    Raises:
+        _UnreadableError: where a rank has one token, its weight looks like a number that all tokens share.
+    """
+    value = _saved(node, "other" if node.next_functions[0][0] is not None else "self")
+    if not isinstance(value, Tensor) or (value.dim() and value.numel() == 1 and _numel(node) == 1):
+        raise _UnreadableError
+    if value.numel() != 1:
         return None
-    value = _saved(node, "other" if is_first else "self")
-    if not isinstance(value, Tensor):
-        return None if value is None else float(value)
-    return value.detach().double().reshape(()) if value.numel() == 1 else None
+    number = value.detach().double().reshape(())
+    return 1 / number if node.name().startswith("Div") else number
 
 
 def _combined(gradient: Tensor) -> Tensor:

@@ -73,6 +73,16 @@ def _by_chunk(logits: Tensor, labels: Tensor) -> list[Tensor]:
     return [_ce(x, y, reduction="sum") for x, y in chunks]
 
 
+def _by_row(logits: Tensor, labels: Tensor) -> Tensor:
+    """Means over the rank's tokens of four rows, each with its weight."""
+    rows = logits.square().sum(-1).expand(4, -1)
+    return rows.mean(1) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def _weights_of(labels: Tensor) -> Tensor:
+    return WEIGHT[labels.flatten().clamp(min=0)]
+
+
 def _by_document(logits: Tensor, labels: Tensor, rank: int) -> list[Tensor]:
     """Means over documents, of which rank 0 has three and rank 1 has one."""
     sizes = [4, 4, labels.shape[1] - 8] if rank == 0 else [labels.shape[1]]
@@ -97,6 +107,7 @@ RIGHT = {
     "of stacked chunks, gathered": lambda x, y, rank: (
         Gathered.apply(torch.stack(_by_chunk(x, y)).sum(), rank).sum() / LABELS
     ),
+    "by rows with weights": lambda x, y, rank: _by_row(x, y).sum() * y.shape[1] / 17,
     "with a penalty": lambda x, y, rank: _own_mean(_ce(x, y), y) + torch.ones(3, requires_grad=True).square().sum(),
 }
 WRONG = {
@@ -105,6 +116,9 @@ WRONG = {
     "mean over the rank's tokens": lambda x, y, rank: x.logsumexp(-1).square().mean(),
     "divided inside the sum": lambda x, y, rank: (_ce(x, y, reduction="none") / y.ne(-100).sum()).sum(),
     "mean of ranks' means": lambda x, y, rank: torch.stack([*Gathered.apply(_ce(x, y), rank)]).mean(),
+    "weights of tokens, by the rank's own labels": lambda x, y, rank: (
+        (_ce(x, y, reduction="none") * _weights_of(y)).sum() / y.ne(-100).sum()
+    ),
     "a term beside a right loss": lambda x, y, rank: (
         _own_mean(_ce(x, y), y) + 1e-2 * x[y != -100].logsumexp(-1).square().mean()
     ),
@@ -130,6 +144,22 @@ def test_a_mean_of_means_is_refused_where_a_rank_has_no_label() -> None:
 
     assert isinstance(_verdict(mean_of_means, unlabelled=12), ConfigError)
     assert _verdict(lambda x, y, rank: 0.25 * _ce(x, y, reduction="sum") / 5, unlabelled=12) is None
+
+
+@pytest.mark.parametrize("tokens", [(1, 5), (5, 1), (1, 1)])
+@pytest.mark.parametrize("unlabelled", [0, 1])
+@pytest.mark.parametrize("common", [torch.ones(()), torch.full((1,), 0.5)])
+def test_weights_of_a_single_token_are_no_common_number(
+    tokens: tuple[int, int], unlabelled: int, common: Tensor
+) -> None:
+    def loss(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        return (_ce(x, y, reduction="none") * _weights_of(y) * common).sum() / WEIGHTS
+
+    def scaled(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        return (_ce(x, y, reduction="none") * common).sum() / LABELS
+
+    assert _verdict(loss, tokens=tokens, unlabelled=unlabelled) is None
+    assert _verdict(scaled, tokens=tokens, unlabelled=unlabelled) is None
 
 
 @pytest.mark.parametrize("left_out", [lambda total: 0.0 * total, lambda total: total / 0.0])
