@@ -363,6 +363,26 @@ def _common(node: Node) -> float | None:
     return sum(constants) if _of_parameters(node, constants) else None
 
 
+def may_be_of_parameters(node: Node) -> bool:
+    """Whether a sum or mean may be of parameters and numbers alone; reads nothing that nodes keep.
+
+    Operands without gradients are taken for numbers, but those of matrix products, which are data.
+    """
+    todo = _below(node) if node.name() in MEANS_OF_ELEMENTS else [node]  # a distance from earlier weights
+    seen: set[Node] = set()
+    while todo:
+        one = todo.pop()
+        if one in seen or one.name() == _LEAF:
+            continue
+        seen.add(one)
+        if (one.name() not in _OF_PARAMETERS and not is_identity(one)) or len(seen) > _MOST_OF_PARAMETERS:
+            return False
+        if one.name() == "MmBackward0" and None in _operands(one):
+            return False
+        todo += _below(one)
+    return True
+
+
 def _of_parameters(node: Node, constants: list[float] | None = None) -> bool:
     """Whether a result is made of parameters and numbers alone.
 

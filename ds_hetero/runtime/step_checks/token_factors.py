@@ -35,13 +35,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.runtime.data.loss_graph import LIKELIHOODS, MEANS_OF_ELEMENTS, SAME_VALUES
+from ds_hetero.runtime.data.loss_graph import LIKELIHOODS, MEANS_OF_ELEMENTS, SAME_VALUES, may_be_of_parameters
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_checks.protocol import Undecided, Verdict
 
 _MOST_BACKWARDS = 8  # of a step that are looked at, spread over its accumulation
 _MOST_PATHS = 4  # to sums of a loss; chosen, never measured: cross entropy with smoothing has 2, and terms one each
-_MOST_NODES = 256  # of a walk, which sees the operations on scalars above the sums; chosen, never measured
+_MOST_NODES = 4096  # of a walk, which sees the operations on scalars above the sums: two for each penalized weight
 _MOST_SCALARS = 64  # in a node above the sums: one a sequence or a rank; chosen, never measured
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly: Weyl's sequence
 # Relative differences that rounding explains: of a few operations on scalars in fp32, and in half precision, whose
@@ -189,14 +189,24 @@ def _sums_of(top: Node) -> Iterator[tuple[Node, int, bool]]:
             way = (*way, node.name())
         below: list[Node] = [one for one, _ in node.next_functions if one is not None]
         if _adds_up(node):
-            # Of a sum over scalars only the sums below count: means of chunks may be weighed by the chunks' tokens.
             below = _scalars_of(node)
-            if not below and (way in paths or len(paths) < _MOST_PATHS):
+            is_taken = way in paths or len(paths) < _MOST_PATHS
+            if _is_of_tokens(node) and is_taken:
                 paths.add(way)
                 yield node, crc32("/".join(way).encode()), is_part
         elif node.name() in _STACKS:
             is_part |= not _of_one_result(below)
         todo += [(one, way, is_part) for one in reversed(below)]
+
+
+def _is_of_tokens(node: Node) -> bool:
+    """Whether a sum's factor has to be that of other ranks.
+
+    Of a sum over scalars only the sums below count: means of chunks may be weighed by the chunks' tokens. A penalty on
+    parameters is the same on all ranks. Under a declared ``"loss"`` each rank multiplies it by its share of the tokens,
+    and these shares add up to one.
+    """
+    return not _scalars_of(node) and not may_be_of_parameters(node)
 
 
 def _adds_up(node: Any) -> bool:

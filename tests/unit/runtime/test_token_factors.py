@@ -18,6 +18,7 @@ from ds_hetero.runtime.step_checks.protocol import Undecided
 
 VOCAB = 32
 WEIGHT = torch.linspace(0.5, 2, VOCAB)
+WEIGHTS_OF_MODEL = [torch.full((3,), 0.1, requires_grad=True) for _ in range(300)]
 LABELS = 14  # of all ranks, below
 WEIGHTS = 17.0  # of all ranks; any number that all of them divide by
 
@@ -231,7 +232,7 @@ def test_half_logits_round_the_factors_of_a_loss_of_fp32(weight: Tensor | None) 
 HOOKED = {
     "likelihood": lambda x, y: _ce(x, y),
     "half likelihood": lambda x, y: _ce(x.bfloat16(), y, weight=WEIGHT.bfloat16()),
-    "elementwise": lambda x, y: F.mse_loss(x.exp(), torch.ones_like(x)),
+    "elementwise": lambda x, y: F.mse_loss(x.sin(), torch.ones_like(x)),
     "product": lambda x, y: (x.logsumexp(-1) * torch.tensor(0.5)).sum(),
 }
 
@@ -275,3 +276,25 @@ def test_a_checkpointed_loss_is_computed_twice_and_no_more() -> None:
 
     assert _verdict(loss) is None
     assert forwards == [0, 0, 1, 1]
+
+
+PENALTIES = {
+    "squares": lambda: sum(weight.square().sum() for weight in WEIGHTS_OF_MODEL),
+    "squares of one": lambda: WEIGHTS_OF_MODEL[0].square().sum(),
+    "a stack of norms": lambda: torch.stack([weight.norm() for weight in WEIGHTS_OF_MODEL[:8]]).sum(),
+    "sizes": lambda: sum(weight.abs().mean() for weight in WEIGHTS_OF_MODEL[:8]),
+    "half weights": lambda: WEIGHTS_OF_MODEL[0].bfloat16().float().pow(2).sum(),
+    "distance": lambda: F.mse_loss(WEIGHTS_OF_MODEL[0], torch.ones(3)) + (WEIGHTS_OF_MODEL[1] - 1).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_on_weights_are_weighed_with_a_declared_loss(name: str) -> None:
+    def declared(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        return (1e-2 * PENALTIES[name]() + _ce(x, y)) * y.ne(-100).sum() / LABELS
+
+    def wrong(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        return 1e-2 * PENALTIES[name]() + _ce(x, y) / 2
+
+    assert _verdict(declared) is None
+    assert isinstance(_verdict(wrong), ConfigError)
