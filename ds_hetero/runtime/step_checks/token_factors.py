@@ -23,7 +23,7 @@ stay on the device until the one exchange of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite, prod
 from typing import Any, NamedTuple, Protocol
@@ -88,11 +88,16 @@ class _Step:
     backwards: list[list[_Path]] = field(default_factory=list)
     num_backwards: int = 0
     is_half: bool = False
+    left_out: bool = False  # sums that were not looked at
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 class _UnreadableError(Exception):
     """By what a sum multiplies its tokens cannot be read."""
+
+
+class _HookedError(_UnreadableError):
+    """A tensor that it needs has hooks of the script's, or of a framework's."""
 
 
 class OfReplica(Protocol):
@@ -113,7 +118,7 @@ class TokenFactors:
         self._model = model
         self._slots = min(accumulation, _MOST_BACKWARDS)
         self._stride = -(-accumulation // _MOST_BACKWARDS)
-        self.width = 2 + self._slots * _MOST_PATHS * len(_Factors._fields)
+        self.width = 3 + self._slots * _MOST_PATHS * len(_Factors._fields)
         self._step, self._number = _Step(), 0
 
     def note_backward(self, loss: Tensor) -> None:
@@ -126,15 +131,17 @@ class TokenFactors:
         step.device = loss.device
         step.is_half |= loss.element_size() < 4
         paths: dict[int, _Path] = {}
-        for node, checksum, is_part in _sums_of(loss.grad_fn):
+        sums, is_cut = _sums_of(loss.grad_fn)
+        step.left_out |= is_cut
+        for node, checksum, is_part in sums:
             path = paths.setdefault(checksum, _Path(checksum))
             path.several |= is_part or path.is_taken
             path.is_taken = True
             try:
                 path.sums.append(_watched(node))
-            except _UnreadableError:
-                continue
-            # Of half logits the likelihood is half, and the loss may be of fp32 all the same.
+            except _UnreadableError as error:
+                step.left_out |= isinstance(error, _HookedError)
+            # The likelihood of half logits is half, and the loss may be of fp32 all the same.
             step.is_half |= _is_half(node)
         step.backwards.append(list(paths.values()))
 
@@ -143,8 +150,8 @@ class TokenFactors:
         """See `StepCheck`."""
         step, self._step = self._step, _Step()
         self._number += 1
-        start = torch.tensor([float(self._model.replica.replica_id), float(step.is_half)], dtype=torch.float64)
-        parts = [start.to(step.device)]
+        start = [float(self._model.replica.replica_id), float(step.is_half), float(step.left_out)]
+        parts = [torch.tensor(start, dtype=torch.float64, device=step.device)]
         for slot in range(self._slots):
             paths = step.backwards[slot] if slot < len(step.backwards) else []
             parts += [_numbers_of(path, step.device) for path in paths]
@@ -157,8 +164,8 @@ class TokenFactors:
         for rank, row in enumerate(rows):
             ranks_of.setdefault(row[0], []).append(rank)
         rtol = _RTOL_HALF if any(row[1] for row in rows) else _RTOL
-        of_ranks = [_by_path(row[2:]) for row in rows]
-        undecided: Undecided | None = None
+        of_ranks = [_by_path(row[3:]) for row in rows]
+        undecided = Undecided(_LEFT_OUT) if any(row[2] for row in rows) else None
         for ranks in ranks_of.values():
             for key in sorted({key for rank in ranks for key in of_ranks[rank]}):
                 factors = {rank: of_ranks[rank][key] for rank in ranks if key in of_ranks[rank]}
@@ -171,8 +178,8 @@ class TokenFactors:
         return undecided
 
 
-def _sums_of(top: Node) -> Iterator[tuple[Node, int, bool]]:
-    """Nodes of a loss that add up or average, above all other sums.
+def _sums_of(top: Node) -> tuple[list[tuple[Node, int, bool]], bool]:
+    """Nodes of a loss that add up or average, above all other sums; and whether there are more than are looked at.
 
     With each a checksum of the way to it, in which additions do not count, as of ``total = total + chunk``; and whether
     it is one of a list that the script has stacked.
@@ -180,6 +187,8 @@ def _sums_of(top: Node) -> Iterator[tuple[Node, int, bool]]:
     todo: list[tuple[Node, tuple[str, ...], bool]] = [(top, (), False)]
     seen: set[Node] = set()
     paths: set[tuple[str, ...]] = set()
+    sums: list[tuple[Node, int, bool]] = []
+    is_cut = False
     while todo and len(seen) < _MOST_NODES:
         node, way, is_part = todo.pop()
         if node in seen or _numel(node) > _MOST_SCALARS:
@@ -190,13 +199,15 @@ def _sums_of(top: Node) -> Iterator[tuple[Node, int, bool]]:
         below: list[Node] = [one for one, _ in node.next_functions if one is not None]
         if _adds_up(node):
             below = _scalars_of(node)
-            is_taken = way in paths or len(paths) < _MOST_PATHS
-            if _is_of_tokens(node) and is_taken:
+            if _is_of_tokens(node) and (way in paths or len(paths) < _MOST_PATHS):
                 paths.add(way)
-                yield node, crc32("/".join(way).encode()), is_part
+                sums.append((node, crc32("/".join(way).encode()), is_part))
+            elif _is_of_tokens(node):
+                is_cut = True
         elif node.name() in _STACKS:
             is_part |= not _of_one_result(below)
         todo += [(one, way, is_part) for one in reversed(below)]
+    return sums, is_cut or bool(todo)
 
 
 def _is_of_tokens(node: Node) -> bool:
@@ -309,10 +320,10 @@ def _saved(node: Any, name: str) -> Any:
     of checkpoints computes their region again.
 
     Raises:
-        _UnreadableError: it is hooked.
+        _HookedError: it has hooks.
     """
     if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:
-        raise _UnreadableError
+        raise _HookedError
     return getattr(node, f"_saved_{name}")
 
 
@@ -407,4 +418,8 @@ _OF_SEVERAL = (
     "the loss given to backward adds up several sums that are made alike, as of chunks, documents or sequences, and "
     "their factors differ between ranks. That is right of the means of whole documents, and wrong of chunks whose sum "
     "is divided by the rank's own count: which it is was not checked"
+)
+_LEFT_OUT = (
+    f"the loss given to backward has more than {_MOST_PATHS} kinds of sums, or sums whose tensors are offloaded or "
+    "checkpointed: that these have one factor on all ranks was not checked"
 )
