@@ -75,10 +75,14 @@ class _Sum:
 class _Path:
     """Sums in the graph of a loss that the same operations lead to."""
 
-    checksum: int
+    names: str  # of the nodes from the loss to the sums
     sums: list[_Sum] = field(default_factory=list)
     is_taken: bool = False  # a sum of it was found, whether or not it could be read
     several: bool = False  # there may be others on the path, in another batch or on another rank
+
+    @property
+    def checksum(self) -> int:
+        return crc32(self.names.encode())
 
 
 @dataclass
@@ -120,6 +124,7 @@ class TokenFactors:
         self._stride = -(-accumulation // _MOST_BACKWARDS)
         self.width = 3 + self._slots * _MOST_PATHS * len(_Factors._fields)
         self._step, self._number = _Step(), 0
+        self._names: dict[int, str] = {}  # of the paths of the step that is judged, by their checksums
 
     def note_backward(self, loss: Tensor) -> None:
         """The script gives ``loss``, which it has computed itself, to backward; waits for no device."""
@@ -130,11 +135,11 @@ class TokenFactors:
             return
         step.device = loss.device
         step.is_half |= loss.element_size() < 4
-        paths: dict[int, _Path] = {}
+        paths: dict[str, _Path] = {}
         sums, is_cut = _sums_of(loss.grad_fn)
         step.left_out |= is_cut
-        for node, checksum, is_part in sums:
-            path = paths.setdefault(checksum, _Path(checksum))
+        for node, names, is_part in sums:
+            path = paths.setdefault(names, _Path(names))
             path.several |= is_part or path.is_taken
             path.is_taken = True
             try:
@@ -150,12 +155,13 @@ class TokenFactors:
         """See `StepCheck`."""
         step, self._step = self._step, _Step()
         self._number += 1
+        self._names = {path.checksum: path.names for paths in step.backwards for path in paths}
         start = [float(self._model.replica.replica_id), float(step.is_half), float(step.left_out)]
         parts = [torch.tensor(start, dtype=torch.float64, device=step.device)]
         for slot in range(self._slots):
             paths = step.backwards[slot] if slot < len(step.backwards) else []
             parts += [_numbers_of(path, step.device) for path in paths]
-            parts += [_numbers_of(_Path(0), step.device) for _ in range(_MOST_PATHS - len(paths))]
+            parts += [_numbers_of(_Path(""), step.device) for _ in range(_MOST_PATHS - len(paths))]
         return torch.cat(parts)
 
     def verdict(self, rows: Sequence[Sequence[float]]) -> Verdict:
@@ -173,21 +179,22 @@ class TokenFactors:
                 if not any(_differ(end, rtol) for end in ends):
                     continue
                 if not any(one.several for one in factors.values()):
-                    return _error({rank: one.most for rank, one in factors.items()})
+                    # Ranks of other replicas may have no such sum; they raise the error without its names.
+                    return _error({rank: one.most for rank, one in factors.items()}, self._names.get(key[1], ""))
                 undecided = Undecided(_OF_SEVERAL)
         return undecided
 
 
-def _sums_of(top: Node) -> tuple[list[tuple[Node, int, bool]], bool]:
+def _sums_of(top: Node) -> tuple[list[tuple[Node, str, bool]], bool]:
     """Nodes of a loss that add up or average, above all other sums; and whether there are more than are looked at.
 
-    With each a checksum of the way to it, in which additions do not count, as of ``total = total + chunk``; and whether
-    it is one of a list that the script has stacked.
+    With each the names of the nodes on the way to it, in which additions do not count, as of ``total = total + chunk``;
+    and whether it is one of a list that the script has stacked.
     """
     todo: list[tuple[Node, tuple[str, ...], bool]] = [(top, (), False)]
     seen: set[Node] = set()
     paths: set[tuple[str, ...]] = set()
-    sums: list[tuple[Node, int, bool]] = []
+    sums: list[tuple[Node, str, bool]] = []
     is_cut = False
     while todo and len(seen) < _MOST_NODES:
         node, way, is_part = todo.pop()
@@ -201,7 +208,7 @@ def _sums_of(top: Node) -> tuple[list[tuple[Node, int, bool]], bool]:
             below = _scalars_of(node)
             if _is_of_tokens(node) and (way in paths or len(paths) < _MOST_PATHS):
                 paths.add(way)
-                sums.append((node, crc32("/".join(way).encode()), is_part))
+                sums.append((node, "/".join(way), is_part))
             elif _is_of_tokens(node):
                 is_cut = True
         elif node.name() in _STACKS:
@@ -401,16 +408,17 @@ def _differ(factors: Sequence[float], rtol: float) -> bool:
     return bool(factors) and max(factors) - min(factors) > rtol * max(map(abs, factors))
 
 
-def _error(factors: dict[int, float]) -> ConfigError:
+def _error(factors: dict[int, float], names: str) -> ConfigError:
     largest = max(factors.values(), key=abs)
     shares = [f"{factor / largest:.4g}" for factor in factors.values()]
+    place = f" The sum is {names.split('/')[-1]}, the last of {names} in the graph of the loss." if names else ""
     return ConfigError(
         f"the loss given to backward weighs the sums of ranks over their tokens by {shares} on ranks {list(factors)}, "
-        "relative to the largest, where one process divides the sum over all tokens by one number. So it is with an "
-        "average of the ranks' means, and where a mean over weights is said to be one over labels. Divide the "
-        "sum over all ranks by the divisor of all ranks (both by a differentiable all_reduce); or give values of "
-        "single tokens to handle.mean(per_token, batch); or set model.loss_function, which is called with the logits "
-        "and labels of the whole batch."
+        f"relative to the largest, where one process divides the sum over all tokens by one number.{place} So it is "
+        "with an average of the ranks' means, and where a mean over weights is said to be one over labels. Divide the "
+        "sum over all ranks, by a differentiable all_reduce, by the divisor of all ranks, which needs no gradient; or "
+        "give values of single tokens to handle.mean(per_token, batch); or set model.loss_function, which is called "
+        "with the logits and labels of the whole batch."
     )
 
 

@@ -39,7 +39,6 @@ class Gathered(torch.autograd.Function):
 def _verdict(loss: Callable[[Tensor, Tensor, int], Tensor], tokens: tuple[int, int] = (12, 5), **options: Any) -> Any:
     """Of a loss of two ranks with parts of one sequence, of which the first 3 tokens have no label."""
     rows = []
-    checks = TokenFactors(_of_replica(0), 1)
     for rank, count in enumerate(tokens):
         generator = torch.Generator().manual_seed(rank)
         logits = torch.randn(1, count, VOCAB, generator=generator).requires_grad_()
@@ -52,7 +51,7 @@ def _verdict(loss: Callable[[Tensor, Tensor, int], Tensor], tokens: tuple[int, i
         numbers = check.numbers()
         assert len(numbers) == check.width
         rows.append(numbers.tolist())
-    return checks.verdict(rows)
+    return check.verdict(rows)
 
 
 def _of_replica(replica_id: int) -> Any:
@@ -320,3 +319,10 @@ def test_that_sums_are_left_out_is_said() -> None:
 
 def test_a_fault_is_refused_where_sums_are_left_out() -> None:
     assert isinstance(_verdict(lambda x, y, rank: _ce(x, y) / 2 + _of_kinds(x, 5)), ConfigError)
+
+
+def test_a_refusal_names_the_sum() -> None:
+    def loss(x: Tensor, y: Tensor, rank: int) -> Tensor:
+        return _own_mean(_ce(x, y), y) + 1e-2 * x[y != -100].logsumexp(-1).square().mean()
+
+    assert "The sum is MeanBackward0, the last of MulBackward0/MeanBackward0 in the graph" in str(_verdict(loss))
