@@ -6,6 +6,7 @@ import io
 import json
 import re
 import socket
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,14 @@ class Report:
     measured: JsonDict = field(default_factory=dict)  # numbers of `ds_hetero.selftest.prediction`
     seconds: float = 0.0
     seconds_of_checks: dict[str, float] = field(default_factory=dict)  # of this rank, until all had come to the end
+    hears: Callable[[Line], None] | None = None  # told of every line as soon as it is known
+
+    def add(self, lines: Iterable[Line]) -> None:
+        """Add lines behind those that are there."""
+        for line in lines:
+            self.lines.append(line)
+            if self.hears is not None:
+                self.hears(line)
 
     @property
     def healthy(self) -> bool:

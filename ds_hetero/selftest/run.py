@@ -66,6 +66,7 @@ class Options:
     out: Path | None  # file for the report as text
     as_json: Path | None  # file for the report as JSON
     with_host_names: bool
+    hears: Callable[[Line], None] | None = None  # on each rank told of every line as soon as the rank knows it
 
 
 def run(options: Options) -> bool:
@@ -73,20 +74,20 @@ def run(options: Options) -> bool:
 
     Caller: every rank. A rank that hangs or dies ends all processes with exit status 1, after a report.
     """
-    begin_s, report = time.perf_counter(), Report()
+    begin_s, report = time.perf_counter(), Report(hears=options.hears)
     try:
         meeting, aside = meet(options.limit_s)
         report.ranks = meeting.gather("the start", describe_rank(options.with_host_names), options.limit_s)
     except PeerError as error:  # each rank says what it sees: they cannot talk
-        report.lines.append(Line("the start", "fail", str(error)))
+        report.add([Line("the start", "fail", str(error))])
         return _finish(report, options, begin_s)
     try:
         check_ranks(report.ranks)
     except ConfigError as error:
-        report.lines.append(Line("ranks", "fail", str(error)))
+        report.add([Line("ranks", "fail", str(error))])
     else:
         report.nodes = nodes_of_ranks(report.ranks)
-        report.lines.append(Line("ranks", "pass", "devices of one kind, versions and variables alike"))
+        report.add([Line("ranks", "pass", "devices of one kind, versions and variables alike")])
         _run_checks(_Run(meeting, aside, report, options, begin_s))
     if meeting.rank == 0:
         _finish(report, options, begin_s)
@@ -108,11 +109,11 @@ class _Run:
     def report_failure(self, failure: Failure, standing: Sequence[str]) -> None:
         """Print and write the report of a run that ends here; see `CallWatch`."""
         own = (self.meeting.rank,) if self.meeting.size > 1 else ()
-        self.report.lines += [replace(line, ranks=own) for line in self.own_lines]
+        self.report.add(replace(line, ranks=own) for line in self.own_lines)
         where = "\n".join(standing)
         detail = f"{failure.cause} (seen by rank {failure.rank})\n{where}"
-        self.report.lines.append(Line(failure.call, "fail", detail))
-        self.report.lines.append(Line("what comes after", "skip", "process groups cannot be used after a failed call"))
+        self.report.add([Line(failure.call, "fail", detail)])
+        self.report.add([Line("what comes after", "skip", "process groups cannot be used after a failed call")])
         _finish(self.report, self.options, self.begin_s)
 
 
@@ -148,7 +149,7 @@ def _run_checks(state: _Run) -> None:
             lines_of_ranks: list[list[Any]] = meeting.gather(name, own, 2 * _SLOWEST * limit_s)
         state.report.seconds_of_checks[name] = time.perf_counter() - began
         state.own_lines.clear()
-        state.report.lines += merge([[Line(*line) for line in lines] for lines in lines_of_ranks])
+        state.report.add(merge([[Line(*line) for line in lines] for lines in lines_of_ranks]))
     dist.destroy_process_group()
     watch.close()
 

@@ -218,6 +218,20 @@ def test_only_parts_that_communicate_need_ranks_to_share_the_card() -> None:
         assert "left out" in part.outcomes, part.name
 
 
+def test_a_self_test_that_had_too_little_time_is_not_measured_unless_a_line_has_failed() -> None:
+    passes, fails = {"name": "ring", "status": "pass"}, {"name": "killed rank", "status": "fail"}
+    ended = {"outcome": "timed out"}
+    verdict, figure = _verdict("B7 self-test", _entry("two_ranks", "self-test", passes, **ended))
+    assert (verdict, figure) == (NOT_MEASURED, "2 ranks: timed out, 1 passed, failed: none")
+    assert _verdict("B7 self-test", _entry("two_ranks", "self-test", passes, fails, **ended))[0] == CONTRADICTS
+    both = [_entry("two_ranks", "self-test", passes), _entry("more_ranks", "self-test", passes, **ended)]
+    assert _verdict("B7 self-test", *both)[0] == CONFIRMS
+    no_group = {"name": "making the process group", "status": "fail"}
+    assert _verdict("B7 self-test", _entry("two_ranks", "self-test", passes, no_group, outcome="failed"))[0] == (
+        NOT_MEASURED
+    )
+
+
 def test_a_rehearsal_confirms_nothing() -> None:
     entries = [entry for _, of_case, _ in CASES for entry in of_case]
     verdicts = {each["verdict"] for each in judged(Measured(_result(*entries, rehearsal=True)), FINDINGS)}

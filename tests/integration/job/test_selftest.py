@@ -215,6 +215,33 @@ def test_a_rank_that_does_not_answer_ends_the_test_with_its_name(
     assert lines[-1]["name"] == "what comes after" and lines[-1]["status"] == "skip"
 
 
+def test_lines_are_told_as_soon_as_they_are_known(tmp_path: Path) -> None:
+    """Whoever ends a test that takes too long has what it has found so far."""
+    file = tmp_path / "heard"
+    with pytest.raises(AssertionError, match="died of exit code"):
+        run_deepspeed(_selftest_that_hangs, 1, str(file))
+    assert file.read_text().split("\n")[:-1] == ["ranks", "known", "hangs", "what comes after"]
+
+
+def _selftest_that_hangs(rank: int, file: str) -> None:
+    from ds_hetero.selftest import run
+
+    def hear(line: Line) -> None:
+        with Path(file).open("a") as heard:
+            heard.write(f"{line.name}\n")
+
+    def hang(session: run.Session) -> list[Line]:
+        with session.watch.call("hangs"):
+            assert Path(file).read_text() == "ranks\nknown\n"
+            time.sleep(600)
+        return []
+
+    run.CHECKS.clear()
+    run.CHECKS.update(known=lambda session: [Line("known", "pass")], hangs=hang)
+    options = {"quick": True, "measure": False, "out": None, "as_json": None, "with_host_names": False}
+    run.run(run.Options(limit_s=2.0, hears=hear, **options))  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     codes = run_deepspeed(_selftest, 2, str(tmp_path), ["--timeout-s", "3"], env={"WORLD_SIZE": "3"})
