@@ -69,7 +69,11 @@ def train(context: Context, job: _Job) -> None:
                 row |= _steps(context, job)
             row |= told()
         except torch.OutOfMemoryError:
-            context.report(row | {"left_out": "not enough memory"})
+            row["left_out"] = "not enough memory"
+        # Here and not in `_steps`: its variables, which the error would hold too, keep a model and its optimizer.
+        _give_memory_back(context)
+        if "left_out" in row:
+            context.report(row)
             continue
         first = first or row
         differences = [abs(row[name] / first[name] - 1) for name in ("loss", "grad_norm")]
@@ -157,10 +161,12 @@ def _steps(context: Context, job: _Job) -> Row:
     finally:
         engine.destroy()
         handle.undo()
-        del model, optimizer, trained
-        gc.collect()
-        if context.device.type == "cuda":
-            torch.cuda.empty_cache()
+
+
+def _give_memory_back(context: Context) -> None:
+    gc.collect()
+    if context.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _model(context: Context, job: _Job, config: dict[str, Any]) -> Any:
