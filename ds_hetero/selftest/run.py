@@ -150,7 +150,10 @@ def _run_checks(state: _Run) -> None:
         state.report.seconds_of_checks[name] = time.perf_counter() - began
         state.own_lines.clear()
         state.report.add(merge([[Line(*line) for line in lines] for lines in lines_of_ranks]))
-    dist.destroy_process_group()
+    watch.begin_check(2 * len(checks) + 2)
+    with watch.call("ending the process groups"):  # NCCL's teardown may hang, and the report is not written yet
+        dist.destroy_process_group()
+        meeting.gather("the end", None, 2 * limit_s)  # a rank whose teardown hangs is named before others say PASS
     watch.close()
 
 

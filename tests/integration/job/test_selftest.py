@@ -156,6 +156,14 @@ def _wrong_size(rank: int) -> None:
         collectives._part_sizes = lambda size: [count + (count == 3) for count in right(size)]  # type: ignore
 
 
+def _late_teardown(rank: int) -> None:
+    from ds_hetero.selftest import run
+
+    run.CHECKS.clear()
+    if rank == 1:
+        run.dist.destroy_process_group = lambda: time.sleep(600)
+
+
 FAULTS = {
     "wrong kernel": _wrong_kernel,
     "sleeping rank": _sleeping_rank,
@@ -163,6 +171,7 @@ FAULTS = {
     "dead rank": _dead_rank,
     "told to end": _told_to_end,
     "wrong size": _wrong_size,
+    "late teardown": _late_teardown,
 }
 
 
@@ -193,6 +202,12 @@ def test_a_wrong_kernel_of_one_rank_is_named_and_the_test_goes_on(tmp_path: Path
             marks=pytest.mark.slow,
         ),
         ("dead rank", "uneven broadcasts", (r"rank 1: has come to the call; its process has ended",)),
+        pytest.param(
+            "late teardown",
+            "ending the process groups",
+            (r"did not end within 8 s", r"rank 1: has come to the call; "),
+            marks=pytest.mark.slow,
+        ),
         ("told to end", "uneven broadcasts", (r"was told to end \(SIGTERM\), as launchers do when another rank",)),
         pytest.param(
             "wrong size",
