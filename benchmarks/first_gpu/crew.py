@@ -29,6 +29,7 @@ from benchmarks.measure.ports import free_port
 
 _STACKS_S = 0.5  # for the ranks to write their stacks
 _TERM_S = 1.0  # between SIGTERM and SIGKILL, as ``timeout -k``
+_KILL_S = 5.0  # for the kernel to end a process that was killed; one that waits for a driver may never end
 _OUTPUT_BYTES = 3000  # of the end of a failed rank's output
 
 
@@ -154,9 +155,13 @@ class Crew:
             self._processes[rank].join(max(0.0, deadline - time.monotonic()))
         for rank, process in enumerate(self._processes):
             self._signal(rank, signal.SIGKILL)
-            process.join()
+            process.join(_KILL_S)
         if self.outcome is None:
             self.outcome = self._outcome_of_unfinished()
+        if alive := [rank for rank, process in enumerate(self._processes) if process.is_alive()]:
+            name, why = self.outcome
+            said = f"rank {', '.join(map(str, alive))} could not be killed"
+            self.outcome = Outcome("failed" if name == "done" else name, f"{why}\n{said}".strip())
 
     def _outcome_of_unfinished(self) -> Outcome:
         if self._failures:

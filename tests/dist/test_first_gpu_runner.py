@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -113,6 +114,26 @@ def test_a_part_that_hangs_is_ended_with_what_it_started_and_the_rest_goes_on(tm
     assert "_report_and_hang" in "".join(entry["outputs"].values()), "no stack of the part that hung"
     assert not Path(f"/proc/{entry['rows'][0]['child']}/cwd").exists(), "what the part started is still there"
     assert _parts(result)["planted: goes on"]["outcome"] == "done"
+
+
+def test_a_process_that_cannot_be_killed_is_named_and_waited_for_no_longer(tmp_path: Path, monkeypatch: Any) -> None:
+    """As one in the kernel, in a driver that does not answer."""
+    from benchmarks.first_gpu import crew
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    part = Part(name="hangs", run=_report_and_hang, limit_s=20)
+    hangs = crew.Crew(part, Settings(rehearsal=True, preload=("torch",)), tmp_path / "hangs", 20.0)
+    process = hangs._processes[0]
+    stays = mock.Mock(pid=process.pid, is_alive=lambda: True, join=lambda timeout: None)  # without a limit: TypeError
+    hangs._processes[0] = stays
+    try:
+        hangs.end()
+    finally:
+        process.kill()
+        process.join()
+    assert hangs.outcome is not None
+    assert hangs.outcome.name == "timed out"
+    assert hangs.outcome.why.endswith("\nrank 0 could not be killed")
 
 
 def test_standing_still_is_no_fault_of_a_part_whose_result_it_is(tmp_path: Path) -> None:
