@@ -6,13 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from benchmarks.first_gpu.findings import Judgement, Measured, finding
 from benchmarks.first_gpu.parts import Row
-from ds_hetero.cluster.catalogue import usual_reserve
 
 _WORTH = 0.95  # a default stands where it has this much of the best: repeated medians differ by a few per cent
 _NOTHING = Judgement(None)
 _LATE_S = 5.0  # for the other ranks to end: docs/failures.md says 0.3 to 1, and a loaded machine may be late
-_COMMUNICATORS = 6  # of a pipeline's rank: the world's, that of messages, a replica's, an exchange's, a boundary's two
-_LARGE_CARD_BYTES = 80 * 2**30
 
 
 def _all(rows: Sequence[Row], key: str) -> bool | None:
@@ -209,18 +206,19 @@ def _overlap(measured: Measured) -> Judgement:
     return Judgement(min(row["hidden_share"] for row in plain) >= _HIDDEN, figure)
 
 
-@finding("memory of communicators", "1.5 GiB of a large card for the driver's context and all communicators")
+@finding("memory of communicators", "a communicator takes no more of a card than the cost model counts")
 def _communicators(measured: Measured) -> Judgement:
-    rows = [row for row in measured.rows("two_ranks", "memory of groups") if "mib_per_rank" in row]
+    rows = measured.rows("two_ranks", "memory of groups")
     mib_by_group: dict[int, float] = {}
     for row in rows:
-        mib_by_group[row["group"]] = mib_by_group.get(row["group"], 0.0) + row["mib_per_rank"]
-    mib_by_group.pop(0, None)  # before the first group
-    if not mib_by_group:
+        if row.get("group"):  # 0: before the first group
+            mib_by_group[row["group"]] = mib_by_group.get(row["group"], 0.0) + row["mib_per_rank"]
+    counted = [row["counted_mib"] for row in rows if row.get("counted_mib")]
+    if not mib_by_group or not counted:
         return _NOTHING
     each = max(mib_by_group.values())
-    figure = f"{each:.0f} MiB for the largest of three on two ranks; a job has {_COMMUNICATORS} and more"
-    return Judgement(_COMMUNICATORS * each * 2**20 <= usual_reserve(_LARGE_CARD_BYTES), figure)
+    figure = f"{each:.0f} MiB for the largest of three on two ranks, counted {counted[0]:.0f}"
+    return Judgement(each <= counted[0], figure)
 
 
 @finding("unequal collectives", "gathers and reduces of unequal parts cost what equal ones do")

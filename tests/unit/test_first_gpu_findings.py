@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.first_gpu.findings import CONFIRMS, CONTRADICTS, NOT_MEASURED, REHEARSED, Measured, judged
+from benchmarks.first_gpu.groups_memory import counted_mib
 from benchmarks.first_gpu.judgements import FINDINGS
 from benchmarks.first_gpu.page import as_page
 from benchmarks.first_gpu.plan import SECTIONS
@@ -76,7 +77,7 @@ def _lost(rank_0_s: float, why: str) -> Entry:
 
 def _groups(mib: float) -> Entry:
     rows = [{"group": 1, "step": step, "mib_per_rank": mib / 2} for step in ("made", "first all_reduce")]
-    return _entry("two_ranks", "memory of groups", *rows)
+    return _entry("two_ranks", "memory of groups", {"counted_mib": counted_mib("NVIDIA A10")}, *rows)
 
 
 def _merges(ratio: float) -> Entry:
@@ -146,8 +147,8 @@ CASES = [
     ("packing", [_packing(0.5)], False),
     ("overlap", [_hidden(0.98)], True),
     ("overlap", [_hidden(0.1)], False),
-    ("memory of communicators", [_groups(100.0)], True),
-    ("memory of communicators", [_groups(600.0)], False),
+    ("memory of communicators", [_groups(50.0)], True),
+    ("memory of communicators", [_groups(70.0)], False),
     ("unequal collectives", [_unequal(1.0)], True),
     ("unequal collectives", [_unequal(1.5)], False),
     ("steps' predictions", [_entry("steps", "1B at 32K", STEP)], True),
@@ -173,6 +174,14 @@ def test_architectures_are_judged_by_what_torch_was_built_for() -> None:
     for in_list, wanted in ((True, CONFIRMS), (False, CONTRADICTS)):
         entry = _entry("environment", "software and device", row | {"in_arch_list": in_list})
         assert _verdict("B8 fp16 and architectures", entry)[0] == wanted
+
+
+def test_memory_of_communicators_is_compared_with_what_the_cost_model_counts() -> None:
+    # 2 channels: tables of 3 * 2 MiB each, 12 MiB each for the ring, 12 MiB each for messages
+    assert counted_mib("NVIDIA A10") == 2 * (6 + 12 + 12)
+    assert counted_mib("NVIDIA Unheard-of") is None
+    unknown = _entry("two_ranks", "memory of groups", {"counted_mib": None}, {"group": 1, "mib_per_rank": 50.0})
+    assert _verdict("memory of communicators", unknown)[0] == NOT_MEASURED
 
 
 def test_what_was_not_measured_is_called_so() -> None:

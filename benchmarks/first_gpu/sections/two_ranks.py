@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks.first_gpu.groups_memory import MemoryOfDevice
+from benchmarks.first_gpu.groups_memory import MemoryOfDevice, counted_mib
 from benchmarks.first_gpu.parts import Context, Part, Row, Section
 from benchmarks.first_gpu.small_pipeline import largest_difference, lone_stages, plan_of
 from benchmarks.measure.device_timing import median_s
@@ -180,6 +180,9 @@ def memory_of_groups(context: Context) -> None:
     """Bytes that each communicator takes when it is made, used, and connected pair by pair."""
     context.join()
     dist.barrier()
+    if context.rank == 0:
+        card = context.choose(torch.cuda.get_device_name, lambda: "H100-SXM-80GB")()
+        context.report({"step": "as the cost model counts", "counted_mib": counted_mib(card)})
     memory = MemoryOfDevice(context)
     large = torch.zeros(2**24, dtype=torch.uint8, device=context.device)
     memory.after(0, "a tensor, which does not count", lambda: large.add_(1))
