@@ -25,6 +25,8 @@ from ds_hetero.selftest.session import Session
 
 _NAME = "megabytes over communicators"
 _BYTES_OF_GPU, _BYTES_OF_CPU = 64 * 2**20, 4 * 2**20
+_MOST_VALUES = 1009  # of elements; a prime number, so that no block of memory is as long
+_EXACT = 2**24  # float32 has all whole numbers up to there
 _SHOWN = 8  # ranks of a communicator that are named
 
 
@@ -77,7 +79,8 @@ def _line(by_rank: Sequence[dict[str, _Tried]], num_groups: int, num_bytes: int)
 def _try(session: Session, ranks: tuple[int, ...], group: ProcessGroup, num_bytes: int) -> _Tried:
     """An all-reduce among ``ranks``, then a message to the next of them."""
     own, count = ranks.index(session.rank), num_bytes // 4
-    pattern = torch.arange(count, device=session.device, dtype=torch.float32) % 1009  # whole numbers: sums are exact
+    values = _num_values(len(ranks))
+    pattern = torch.arange(count, device=session.device, dtype=torch.float32) % values
     summed, sent = pattern * (own + 1), pattern + own
     received = torch.empty_like(sent)
     before, after = ranks[own - 1], ranks[(own + 1) % len(ranks)]
@@ -92,6 +95,15 @@ def _try(session: Session, ranks: tuple[int, ...], group: ProcessGroup, num_byte
     is_right = torch.equal(summed, pattern * (num_ranks * (num_ranks + 1) // 2))
     is_right &= torch.equal(received, pattern + (own - 1) % num_ranks)
     return _Tried(is_right, seconds)
+
+
+def _num_values(num_ranks: int) -> int:
+    """Whole numbers from 0 on of which a sum over ranks is exact in float32, where rank r sends r + 1 times each.
+
+    An odd number of them, so that no block of 2^n elements is like the next; up to 3,343 ranks.
+    """
+    largest = _EXACT // (num_ranks * (num_ranks + 1) // 2)
+    return min(_MOST_VALUES, max(3, (largest - 1) | 1))
 
 
 def _exchange(sent: Tensor, received: Tensor, before: int, after: int, group: ProcessGroup) -> None:
