@@ -8,6 +8,7 @@ Triton's ``warmup``, under a driver that names the GPU and is none. No process o
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -91,7 +92,7 @@ def edge_free_kernels(folder: Path) -> ModuleType:
     source = Path(stock.__file__).read_text()
     if source.count(_THREE_PHASES) != len(KERNELS):
         raise ValueError(f"{stock.__file__} has {source.count(_THREE_PHASES)} loops over {_THREE_PHASES}, expected 3")
-    file = folder / f"{name}.py"
+    file = folder / f"{name}_{os.getpid()}.py"  # other ranks of the part write the same, while this one reads
     file.write_text(source.replace(_THREE_PHASES, _INNER_PHASE))
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
