@@ -3,7 +3,7 @@
 Every rank starts one process more on its device. These make a process group at the store of this test and add up
 tensors; the last one is killed (SIGKILL) between two sums. The others then wait for what never comes. They have to end
 by themselves, with a message that names the rank: by the backend's error where it gives one, as gloo does, and by the
-watch where it does not, as NCCL.
+watch where it does not, as NCCL. A process ends with the rank that has started it, whose end it sees by its input.
 
     python -m ds_hetero.selftest.killed_rank        one of these processes; `check_killed_rank` sets its environment
 """
@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -93,7 +94,9 @@ def _run_process(name: str, limit_s: float, is_victim: bool) -> _Ending:
         output = Path(folder, "output")
         with output.open("wb") as file:
             environment = {**os.environ, _STORE: name}
-            process = subprocess.Popen(_COMMAND, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            process = subprocess.Popen(
+                _COMMAND, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, env=environment
+            )
             code: int | None
             try:
                 code = process.wait(limit_s)
@@ -102,6 +105,8 @@ def _run_process(name: str, limit_s: float, is_victim: bool) -> _Ending:
                 process.wait()
                 code = None
             ended_s = time.monotonic()
+            assert process.stdin is not None
+            process.stdin.close()
         lines = output.read_text(errors="replace").strip().splitlines()
     began = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(_BEGIN)]
     seconds = ended_s - began[-1] if began else 0.0
@@ -111,6 +116,7 @@ def _run_process(name: str, limit_s: float, is_victim: bool) -> _Ending:
 
 def main() -> None:
     """One of these processes."""
+    threading.Thread(target=_end_with_the_test, name="ds_hetero selftest", daemon=True).start()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = default_device()
     if device.type == "cuda":
@@ -145,6 +151,13 @@ def main() -> None:
         atexit._run_exitfuncs()  # the words are read; NCCL would wait for its kernels if the interpreter ended
         os._exit(1)
     os._exit(0)
+
+
+def _end_with_the_test() -> None:
+    """End this process when nobody holds the other end of its input: the rank that has started it is gone."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
 
 
 def _leave(store: PrefixStore, rank: int, size: int) -> None:

@@ -5,6 +5,8 @@ Each test runs one check on two ranks, without the rest of the command. Budget: 
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hetero.selftest.lines import Line, merge
-from tests.support import run_deepspeed
+from tests.support import ROOT, run_deepspeed
 
 Patch = pytest.MonkeyPatch
 
@@ -227,6 +229,25 @@ def test_a_planted_fault_fails_its_line_and_no_other(check: str, fault: str, fai
     failed = [line for line in lines if line.status == "fail"]
     assert {line.name for line in failed} == failing, lines
     assert all(said in line.detail for line in failed), failed
+
+
+def test_a_process_that_is_to_be_killed_ends_with_the_rank_that_has_started_it() -> None:
+    """A self-test that ends early, by a signal or by its watch, leaves no process on the device."""
+    from ds_hetero.selftest import killed_rank
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    environment = {**os.environ, **variables, "LOCAL_RANK": "1", "DS_ACCELERATOR": "cpu", killed_rank._STORE: "planted"}
+    process = subprocess.Popen(killed_rank._COMMAND, stdin=subprocess.PIPE, env=environment, cwd=ROOT)
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.0)  # it imports, and then waits for rank 0
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60.0) == 1
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_one_process_says_what_it_cannot_try() -> None:
