@@ -1,8 +1,8 @@
-"""CUDA's Multi-Process Service: its daemon, started, tried and ended.
+"""CUDA's Multi-Process Service: its daemon, started and ended.
 
 ``nvidia-cuda-mps-control -d`` succeeds once the daemon has forked. Its server starts with the first process that asks
-for the device, and may fail there, as it does in containers; every later process would then fail with it. So a process
-of its own tries the device before anybody is told of the daemon.
+for the device, and may fail there, as it does in containers; every later process would then fail with it. So
+`benchmarks.first_gpu.runner` lets a process of its own try the device before a part runs by it.
 """
 
 from __future__ import annotations
@@ -10,32 +10,29 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 COMMAND = "nvidia-cuda-mps-control"
 _COMMAND_OF_DAEMON = "FIRST_GPU_MPS"  # variable of all parts: a daemon was started by this command
-_START_S, _TRY_S, _STOP_S = 5.0, 20.0, 5.0  # a process that imports torch and asks CUDA for a tensor takes some seconds
-LONGEST_S = _START_S + _TRY_S + _STOP_S  # of `start`
+_START_S, _STOP_S = 5.0, 5.0  # chosen, never measured
+LONGEST_S = _START_S + _STOP_S  # of `start`
 _LONGEST_TEXT = 300
-_TRY = "import sys, torch; torch.ones(2, device=sys.argv[1]).sum().item()"
 
 
 class MpsError(RuntimeError):
-    """The daemon does not start, or processes cannot use the device by it."""
+    """The daemon does not start."""
 
 
-def start(command: str, folder: Path, device: str) -> dict[str, str]:
+def start(command: str, folder: Path) -> dict[str, str]:
     """Start a daemon, and return the variables by which processes find it.
 
     Args:
         command: path of the control command.
         folder: for its pipes and logs.
-        device: where it is tried, as torch calls it.
 
     Raises:
-        MpsError: processes cannot use ``device`` by it; it has been ended.
+        MpsError: what the command has said.
     """
     variables = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipes"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "logs")}
     for directory in variables.values():
@@ -43,7 +40,6 @@ def start(command: str, folder: Path, device: str) -> dict[str, str]:
     variables[_COMMAND_OF_DAEMON] = command
     try:
         _run([command, "-d"], variables, _START_S)
-        _run([sys.executable, "-c", _TRY, device], variables, _TRY_S)
     except MpsError:
         stop(variables)
         raise

@@ -20,8 +20,9 @@ from benchmarks.first_gpu.shared_card import refusal_of_installed
 
 _TICK_S = 0.25
 _LEAST_S = 2.0  # a part is not begun with less
+_MPS_S = 15.0  # of a process that tries the device by MPS: its server starts then, within some seconds
 _PROBE_S = 60.0  # the fork server imports torch, DeepSpeed and transformers first
-ENV = "env"  # key of a row whose value are MPS's variables, for all later parts that may run by it
+ENV = "env"  # key of a row whose value are variables of MPS, for later parts that may run by it, once it is tried
 _ONE_RANK = "one_rank"  # key of the row of `_PROBE`: why ranks cannot share the card; empty where they can
 
 
@@ -42,6 +43,7 @@ class Runner:
         share = min(1.0, budget_s / wanted_s) if wanted_s else 1.0
         self._ends_s = list(accumulate(section.budget_s * share for section in sections))
         self._background: list[tuple[Section, Crew]] = []
+        self._mps: Mapping[str, str] = {}  # variables of the daemon that a part has started
         self._one_rank = ""  # why parts of several ranks that communicate are left out
         record.result["budget_s"] = budget_s
 
@@ -58,7 +60,7 @@ class Runner:
         finally:
             for section, crew in list(self._background):
                 self._finish(section, crew)
-            mps.stop(self._settings.env)
+            mps.stop(self._mps)
             self._record.write()
 
     def _choose_start_method(self) -> None:
@@ -93,6 +95,22 @@ class Runner:
             self._background.append((section, crew))
         else:
             self._follow(section, crew)
+            if self._mps and not self._settings.env:
+                self._try_mps(section, part)
+
+    def _try_mps(self, section: Section, part: Part) -> None:
+        """Run later parts by MPS if a process can use the device by it; else end its daemon, and say why."""
+        by_mps = replace(self._settings, env=self._mps)
+        crew = Crew(_PROBE, by_mps, self._folder / "by_mps", _MPS_S)
+        self._await(crew)
+        crew.end()
+        assert crew.outcome is not None
+        if crew.outcome.name == "done":
+            self._settings = by_mps
+            return
+        mps.stop(self._mps)
+        self._mps = {}
+        self._record.add(section, part, {"mps": False, "why": f"no process can use the device: {crew.outcome.why}"})
 
     def _reason_to_leave_out(self, part: Part, limit_s: float) -> Outcome | None:
         if self._settings.rehearsal and part.not_rehearsed:
@@ -136,7 +154,7 @@ class Runner:
         self._record.add(section, part, row)
         variables = row.get(ENV)
         if isinstance(variables, Mapping):
-            self._settings = replace(self._settings, env={**dict(self._settings.env), **variables})
+            self._mps = variables
 
     def _finish(self, section: Section, crew: Crew) -> None:
         self._background = [each for each in self._background if each[1] is not crew]

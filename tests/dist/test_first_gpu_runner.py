@@ -79,6 +79,15 @@ def _report_daemon(context: Context) -> None:
     context.report({"env": {"FIRST_GPU_MPS": str(command)}})
 
 
+def _fail_by_mps(context: Context) -> None:
+    if "FIRST_GPU_MPS" in os.environ:
+        raise RuntimeError("no server")
+
+
+def _report_whether_by_mps(context: Context) -> None:
+    context.report({"by_mps": "FIRST_GPU_MPS" in os.environ})
+
+
 class _InterruptedRecord(Record):
     """Of a run that the user ends when a part has reported something."""
 
@@ -195,6 +204,23 @@ def test_variables_that_a_part_reports_are_those_of_later_parts_that_may_run_by_
     ]
     _, result = _run(tmp_path, *parts)
     assert [entry["rows"][0].get("seen") for entry in result["parts"]] == [None, "yes", None]
+
+
+def test_mps_that_no_process_can_use_is_ended_and_later_parts_run_without_it(tmp_path: Path, monkeypatch: Any) -> None:
+    """Its daemon forks with success, and its server fails with the first process, as in containers."""
+    from benchmarks.first_gpu import runner
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setattr(runner, "_PROBE", Part(name="start", run=_fail_by_mps, limit_s=20))
+    starts = Part(name="starts", run=_report_daemon, limit_s=20)
+    sections = _planted(starts, Part(name="after", run=_report_whether_by_mps, limit_s=20))
+    record = Record("planted", sections, tmp_path / "planted.json", True)
+    Runner(sections, record, tmp_path / "parts", Settings(rehearsal=True, preload=("torch",)), 100.0).run()
+    entries = _parts(record.result)
+    assert entries["planted: starts"]["rows"][1]["mps"] is False
+    assert "no server" in entries["planted: starts"]["rows"][1]["why"]
+    assert entries["planted: after"]["rows"] == [{"by_mps": False}]
+    assert (tmp_path / "parts" / "planted" / "starts" / "told").read_text() == "quit\n"
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])

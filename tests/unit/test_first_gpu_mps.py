@@ -1,4 +1,4 @@
-"""MPS in the first GPU run: a daemon that forks and cannot serve is ended, and nobody is told of it."""
+"""MPS in the first GPU run: its daemon, and the parts that must not run by it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from benchmarks.first_gpu import mps
 from benchmarks.first_gpu.parts import Part
 from benchmarks.first_gpu.plan import SECTIONS
 from benchmarks.first_gpu.record import parts_of
-
-NO_DEVICE = "cuda:99"
 
 
 def _stand_in(folder: Path, script: str = "exit 0") -> str:
@@ -26,17 +24,11 @@ def _told(folder: Path) -> list[str]:
     return (folder / "told").read_text().split()
 
 
-def test_processes_are_told_of_a_daemon_by_which_one_has_used_the_device(tmp_path: Path) -> None:
-    variables = mps.start(_stand_in(tmp_path), tmp_path, "cpu")
+def test_a_daemon_is_started_and_ended_by_its_own_pipe(tmp_path: Path) -> None:
+    variables = mps.start(_stand_in(tmp_path), tmp_path)
     assert Path(variables["CUDA_MPS_PIPE_DIRECTORY"]).is_dir()
     assert _told(tmp_path) == ["-d"]
     assert mps.stop(variables)
-    assert _told(tmp_path) == ["-d", "quit"]
-
-
-def test_a_daemon_whose_server_fails_at_the_first_process_is_ended(tmp_path: Path) -> None:
-    with pytest.raises(mps.MpsError, match=r"(?s)python.*Error: "):
-        mps.start(_stand_in(tmp_path), tmp_path, NO_DEVICE)
     assert _told(tmp_path) == ["-d", "quit"]
 
 
@@ -49,7 +41,7 @@ def test_a_command_that_does_not_start_a_daemon_says_why(
     monkeypatch.setattr(mps, "_START_S", 0.5)
     monkeypatch.setattr(mps, "_STOP_S", 0.5)
     with pytest.raises(mps.MpsError, match=said):
-        mps.start(_stand_in(tmp_path, script), tmp_path, NO_DEVICE)
+        mps.start(_stand_in(tmp_path, script), tmp_path)
 
 
 def test_where_no_daemon_was_started_none_is_ended() -> None:

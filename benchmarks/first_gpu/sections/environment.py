@@ -96,7 +96,7 @@ def name_backends(context: Context) -> None:
 
 
 def start_mps(context: Context) -> None:
-    """Let processes run on the card side by side and not by turns; the runner ends its daemon."""
+    """Let processes run on the card side by side and not by turns; the runner tries its daemon, and ends it."""
     command = shutil.which(mps.COMMAND)
     if command is None and context.rehearsal:
         command = _stand_in(context.folder)
@@ -104,7 +104,7 @@ def start_mps(context: Context) -> None:
         context.report({"mps": False, "why": f"{mps.COMMAND} is not there: ranks take turns on the device"})
         return
     try:
-        variables = mps.start(command, context.folder, context.device.type)
+        variables = mps.start(command, context.folder)
     except mps.MpsError as error:
         context.report({"mps": False, "why": str(error)})
     else:
@@ -148,6 +148,6 @@ SECTION = Section(
         ),
         Part(name="software and device", run=describe, limit_s=20),
         Part(name="backend names", run=name_backends, limit_s=20),
-        Part(name="MPS", run=start_mps, limit_s=mps.LONGEST_S + 5),
+        Part(name="MPS", run=start_mps, limit_s=mps.LONGEST_S + 2),
     ),
 )
