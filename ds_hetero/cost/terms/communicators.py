@@ -155,7 +155,7 @@ def _covered_bytes(device: DeviceSpec) -> float:
     So they are of a device without a reserve, such as a CPU, and of GeForce: without peer-to-peer access NCCL takes
     shared memory of the host (src/transport/shm.cc), and without GPUDirect RDMA the network's buffers are there, too.
     """
-    known = CATALOGUE.get(device.name)
+    known = CATALOGUE.get(device.name.partition("#")[0])  # a slower one of several is "RTX-4090#2" in a measured file
     if not device.reserved_bytes or (known is not None and not known.peer_to_peer):
         return inf
     return _SHARE_OF_RESERVE * device.reserved_bytes
