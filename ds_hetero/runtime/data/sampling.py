@@ -244,12 +244,15 @@ def steps_in_epoch(reader: ReplicaSampler | ReplicaStream) -> int:
 
 
 def micro_steps_in_epoch(reader: ReplicaSampler | ReplicaStream) -> int:
-    """Micro-steps of an epoch: a short last step has as many as the replicas need for its samples, and no more.
+    """Micro-steps of an epoch.
 
-    Where all replicas have as many micro-batches in a step, that is the number of micro-batches that one process has.
-    Raises ``TypeError``: the number of samples is not known.
+    Where all replicas have as many micro-batches in a step, they are the micro-batches of one process: a short last
+    step has as many as the replicas need for its samples. Where they have not, one process has steps alone, and every
+    step counts alike. Raises ``TypeError``: the number of samples is not known.
     """
     split = reader.split
+    if len(set(split.micro_batches)) > 1:
+        return steps_in_epoch(reader) * split.micro_steps
     full, rest = divmod(reader.num_samples, split.samples)
     replicas = range(len(split.micro_batches))
     return full * split.micro_steps + max(len(split.micro_batches_of(replica, rest)) for replica in replicas)

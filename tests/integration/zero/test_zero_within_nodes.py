@@ -122,7 +122,7 @@ def _split_sequences(rank: int, parts: list[Any]) -> tuple[Any, ...]:
     os.environ["LOCAL_RANK"] = "010"[rank]
     devices = {
         name: {"peak_tflops": 1, "memory_gib": gib, "memory_bandwidth_gb_per_s": 20}
-        for name, gib in (("large", 3), ("small", 1))
+        for name, gib in (("large", 6), ("small", 2))
     }
     link = {"bandwidth_gb_per_s": 1, "latency_us": 20}
     nodes = [{"name": "two", "devices": ["large", "small"], "link": link}, {"name": "one", "devices": ["small"]}]

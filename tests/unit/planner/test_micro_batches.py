@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
 
@@ -35,6 +36,20 @@ class Stream(IterableDataset[int]):
 
     def __iter__(self) -> Any:
         return iter(range(self.size))
+
+
+@dataclass
+class _Reader:
+    split: BatchSplit
+    num_samples: int
+
+
+@pytest.mark.parametrize(("rest", "wanted"), [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3), (11, 3)])
+def test_a_short_last_step_has_the_micro_batches_of_one_process(rest: int, wanted: int) -> None:
+    """Of replicas that take 3 and 1 samples in each of three micro-batches."""
+    split = BatchSplit(micro_batch_sizes=(3, 1), micro_batches=(3, 3))
+    reader: Any = _Reader(split, 2 * split.samples + rest)
+    assert micro_steps_in_epoch(reader) == 2 * 3 + wanted
 
 
 def test_samples_of_a_step_are_shared_out_by_hand() -> None:
@@ -92,8 +107,7 @@ def test_loaders_of_the_replicas_share_the_samples_of_one(num_samples: int, stre
         else:
             assert len(loader) == len(batch)
             assert steps_in_epoch(reader) == -(-len(expected) // SPLIT.samples)
-            rest = len(expected) % SPLIT.samples  # of 3, 5 and 7 samples replica 0 has 2, 4 and 5
-            assert micro_steps_in_epoch(reader) == 3 * (len(expected) // SPLIT.samples) + {0: 0, 3: 1, 5: 2, 7: 3}[rest]
+            assert micro_steps_in_epoch(reader) == 3 * steps_in_epoch(reader)  # replicas have 3 and 2 in a step
             sums = [reader.take_drawn(step).checksum for step in range(steps_in_epoch(reader) + 1)]
             assert all(sums[:-1]) and not sums[-1]
         for first_step in (1, 2):
