@@ -304,7 +304,7 @@ def _rank(setting: Setting, rank: int) -> dict[str, Any]:
     with _one_of(rank, job.world_size) as replies, alone():
         engine, handle = engine_of(job, where, _fill_weights)
         placed = placed_batch(job)
-        headers = [header_of(placed, of_rank).to(where) for of_rank in job.schedule.ranks]
+        headers = [header_of(placed, of_rank, engine.module).to(where) for of_rank in job.schedule.ranks]
         shard = model_inputs(placed.shard(rank), where)
 
         def forward() -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import types
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -57,7 +58,8 @@ def fake_group(rank: int, world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)  # type: ignore[no-untyped-call]
     try:
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(collectives, "start_watch", lambda *args: None))  # of peers
+            watch = types.SimpleNamespace(group=dist.group.WORLD)  # of peers, who answer nothing
+            stack.enter_context(mock.patch.object(collectives, "current_watch", lambda: watch))
             for module in (collectives, process_groups):
                 patch = mock.patch.object(module, "timeout_of_job", lambda: datetime.timedelta(minutes=30))
                 stack.enter_context(patch)

@@ -19,8 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.fake_gpu.device import DEVICE_TYPE, device, fake_mode, rank_of
 from benchmarks.fake_gpu.recorder import Record, Recorder, RecordingClock
 from benchmarks.proof.recording import recording
+from ds_hetero.frameworks.transformers.model.model_checks import pretrained_of
 from ds_hetero.runtime.attention.local_batch import LocalBatch
 from ds_hetero.runtime.data.shards import PlacedBatch, model_inputs, place, read_batch
+from ds_hetero.runtime.model_switches import what_is_trained
 from ds_hetero.values.placement import stream_placement
 from ds_hetero.values.schedule import Schedule
 
@@ -95,7 +97,7 @@ def _train(job: Job, rank: int, recorder: Recorder) -> None:
     engine, handle = _engine_of(job, recorder)
     placed = placed_batch(job)
     shard = model_inputs(placed.shard(rank), device())
-    headers = [header_of(placed, of_rank) for of_rank in job.schedule.ranks]
+    headers = [header_of(placed, of_rank, engine.module) for of_rank in job.schedule.ranks]
     for _ in range(_STEPS.get(job.zero_stage, 2)):
         recorder.begin_step()
         recorder.replies = headers
@@ -127,12 +129,16 @@ def placed_batch(job: Job) -> PlacedBatch:
     return place(stream_placement, job.schedule, read_batch(batch, keep_inputs=bool(job.images)))
 
 
-def header_of(placed: PlacedBatch, rank: int) -> Tensor:
-    """What a rank says of its shard in `ds_hetero.runtime.attention.local_batch`."""
+def header_of(placed: PlacedBatch, rank: int, model: nn.Module) -> Tensor:
+    """What a rank says of its shard in `ds_hetero.runtime.attention.local_batch`, in a forward of training."""
     shard = placed.shard(rank)
-    tokens = shard["position_ids"].shape[1]
     local = LocalBatch(
-        batch_size=1, tokens=tokens, dtype=DTYPE, position_ids=shard["position_ids"], placement=placed.placement
+        batch_size=1,
+        tokens=shard["position_ids"].shape[1],
+        dtype=DTYPE,
+        position_ids=shard["position_ids"],
+        placement=placed.placement,
+        trained=what_is_trained(pretrained_of(model).parameters()),
     )
     return local.header(torch.device("cpu"))
 
