@@ -452,7 +452,7 @@ def _reduction(node: Node, read: LossTerms, rows: int) -> Term:
         return Term(path="", kind="mean", count=float(saved.unit))
     if name in LIKELIHOODS and saved._saved_reduction in (1, 2):
         if saved._saved_reduction == 1:
-            return Term(path="", kind="mean", count=_total_weight(saved))
+            return Term(path="", kind="mean", count=float(total_weight(saved, _saved)))
         return Term(path="", kind="sum", is_empty=float(saved._saved_total_weight) == 0)
     if name in MEANS_OF_ELEMENTS and saved._saved_reduction in (1, 2):
         sizes = tuple(saved._saved_self.shape)
@@ -470,15 +470,30 @@ def _reduction(node: Node, read: LossTerms, rows: int) -> Term:
     )
 
 
-def _total_weight(node: Any) -> float:
-    """Weights of the labels that count; counted again where the node has rounded them to a half type."""
-    total = node._saved_total_weight
+def _saved(node: Any, name: str) -> Any:
+    return getattr(node, f"_saved_{name}")
+
+
+def total_weight(node: Any, saved: Callable[[Any, str], Any]) -> Tensor:
+    """[] in float64 on the device, without a wait: weights of the labels of a likelihood's mean that count.
+
+    They are counted again where the node has rounded them to a half type.
+
+    Args:
+        node: of the likelihood.
+        saved: reads what a node keeps, by its name.
+    """
+    total: Tensor = saved(node, "total_weight")
     if total.element_size() >= 4:
-        return float(total)
-    ignored = node._saved_ignore_index
-    counted = node._saved_target != (ignored - 2**64 if ignored >= 2**63 else ignored)
-    weight = node._saved_weight
-    return float(counted.sum() if weight is None else weight.double()[node._saved_target[counted]].sum())
+        return total.double()
+    ignored = node._saved_ignore_index  # unsigned in the node: -100 is 2^64 - 100
+    labels: Tensor = saved(node, "target")
+    counts = labels.ne(ignored - 2**64 if ignored >= 2**63 else ignored)
+    weight: Tensor | None = saved(node, "weight")
+    if weight is None:
+        return counts.sum().double()
+    # Any index of a label that does not count: picking those that do would wait for the device.
+    return (weight.double()[labels.masked_fill(~counts, 0)] * counts).sum()
 
 
 def _of_elements(node: Node, count: float, sizes: tuple[int, ...], rows: int) -> Term:

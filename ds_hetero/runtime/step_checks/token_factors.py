@@ -34,8 +34,15 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from ds_hetero.common.text import ranks_by_value
 from ds_hetero.errors import ConfigError
-from ds_hetero.runtime.data.loss_graph import LIKELIHOODS, MEANS_OF_ELEMENTS, SAME_VALUES, may_be_of_parameters
+from ds_hetero.runtime.data.loss_graph import (
+    LIKELIHOODS,
+    MEANS_OF_ELEMENTS,
+    SAME_VALUES,
+    may_be_of_parameters,
+    total_weight,
+)
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_checks.protocol import Undecided, Verdict
 
@@ -166,13 +173,11 @@ class TokenFactors:
 
     def verdict(self, rows: Sequence[Sequence[float]]) -> Verdict:
         """See `StepCheck`."""
-        ranks_of: dict[float, list[int]] = {}
-        for rank, row in enumerate(rows):
-            ranks_of.setdefault(row[0], []).append(rank)
+        replicas = ranks_by_value((rank, row[0]) for rank, row in enumerate(rows)).values()
         rtol = _RTOL_HALF if any(row[1] for row in rows) else _RTOL
         of_ranks = [_by_path(row[3:]) for row in rows]
         undecided = Undecided(_LEFT_OUT) if any(row[2] for row in rows) else None
-        for ranks in ranks_of.values():
+        for ranks in replicas:
             for key in sorted({key for rank in ranks for key in of_ranks[rank]}):
                 factors = {rank: of_ranks[rank][key] for rank in ranks if key in of_ranks[rank]}
                 ends = [one.least for one in factors.values()], [one.most for one in factors.values()]
@@ -294,7 +299,7 @@ def _watched(node: Any) -> _Sum:
 def _share_of_tokens(node: Any) -> Tensor | float:
     """By what the values of single tokens are multiplied in a sum: inside a mean by one over its count."""
     if node.name() in LIKELIHOODS:
-        return 1 / _total_weight(node) if node._saved_reduction == 1 else 1.0
+        return 1 / total_weight(node, _saved) if node._saved_reduction == 1 else 1.0
     if node.name() in MEANS_OF_ELEMENTS:
         return 1 / max(_operand_numel(node), 1) if node._saved_reduction == 1 else 1.0
     share: Tensor | float = 1.0
@@ -339,20 +344,6 @@ def _operand_numel(node: Node) -> int:
     below, index = next((one, index) for one, index in node.next_functions if one is not None)
     metadata: Any = below._input_metadata
     return prod(int(size) for size in metadata[index].shape)
-
-
-def _total_weight(node: Any) -> Tensor:
-    """[], weights of the labels that count; counted again where the node has rounded them to a half type."""
-    total: Tensor = _saved(node, "total_weight")
-    if total.element_size() >= 4:
-        return total.double()
-    ignored = node._saved_ignore_index
-    labels: Tensor = _saved(node, "target")
-    counts = labels.ne(ignored - 2**64 if ignored >= 2**63 else ignored)
-    weight: Tensor | None = _saved(node, "weight")
-    if weight is None:
-        return counts.sum().double()
-    return (weight.double()[labels.masked_fill(~counts, 0)] * counts).sum()
 
 
 def _multiplier(node: Any) -> Tensor | None:

@@ -27,6 +27,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ds_hetero.common.text import ranks_by_value
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_checks.protocol import Undecided, Verdict
@@ -205,10 +206,7 @@ class TokenWeights:
         """See `StepCheck`."""
         totals = [_Totals(*row[: len(_Totals._fields)]) for row in rows]
         by_slot = [[_forward_of(row, slot) for row in rows] for slot in range(self._slots)]
-        ranks_of: dict[int, list[int]] = {}
-        for rank, total in enumerate(totals):
-            ranks_of.setdefault(int(total.replica), []).append(rank)
-        replicas = list(ranks_of.values())
+        replicas = list(ranks_by_value((rank, total.replica) for rank, total in enumerate(totals)).values())
         verdict = self._judge_values(totals, replicas) or self._judge_items(totals)
         if verdict is not None:
             return verdict
