@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 import time
 from collections import Counter
@@ -55,7 +56,8 @@ def main() -> int:
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}  # before the server imports DeepSpeed
     start_server(["benchmarks.planted.job", "tests.integration.tiny"], deepspeed=True)
     begin, verdicts = time.monotonic(), list[Verdict]()
-    result = header(" ".join(["python -m benchmarks.planted", *sys.argv[1:]]))
+    only = f" --only {shlex.quote(options.only)}" if options.only else ""
+    result = header(f"python -m benchmarks.planted{only}")  # where else the result goes says nothing of it
     with progress(Console(stderr=True)) as report:
         for number, together in enumerate(chunks := _together(jobs)):
             report(number / len(chunks), together[0].name[:48])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -140,6 +141,12 @@ class DepthByRank(Job):
         return model
 
 
+def add_in_training(layer: nn.Module, added: Callable[[Tensor], Tensor]) -> None:
+    """Let a layer's output have what ``added`` makes of its input, in training alone."""
+    stock = layer.forward
+    layer.forward = lambda x: stock(x) + added(x) if layer.training else stock(x)
+
+
 class TokenDropout(Job):
     name = "a mask over tokens"
     what = "dropout of whole tokens mixed in by a mean over the rank's tokens, in training alone"
@@ -148,17 +155,13 @@ class TokenDropout(Job):
 
     def make_model(self) -> Any:
         model = super().make_model()
-        layer = model.model.layers[0].mlp
-        stock = layer.forward
         generator = torch.Generator().manual_seed(3)
 
-        def forward(x: Tensor) -> Tensor:
-            if not layer.training:
-                return stock(x)
+        def masked_mean(x: Tensor) -> Tensor:
             keep = torch.rand((1, 1, x.shape[-1]), generator=generator).gt(0.2)
-            return stock(x) + 0.3 * (x * keep).mean(dim=1, keepdim=True)
+            return 0.3 * (x * keep).mean(dim=1, keepdim=True)
 
-        layer.forward = forward
+        add_in_training(model.model.layers[0].mlp, masked_mean)
         return model
 
 
@@ -170,13 +173,7 @@ class PoolInTraining(Job):
 
     def make_model(self) -> Any:
         model = super().make_model()
-        layer = model.model.layers[0].mlp
-        stock = layer.forward
-
-        def forward(x: Tensor) -> Tensor:
-            return stock(x) + 0.3 * x.mean(dim=1, keepdim=True) if layer.training else stock(x)
-
-        layer.forward = forward
+        add_in_training(model.model.layers[0].mlp, lambda x: 0.3 * x.mean(dim=1, keepdim=True))
         return model
 
 
