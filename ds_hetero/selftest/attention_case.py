@@ -53,7 +53,8 @@ def largest_error(
     torch.autograd.backward(out, whole[3].index_select(2, mine).transpose(1, 2))
     found = [out.detach().transpose(1, 2), q.grad, k.grad, v.grad]
     # Where a query sees one key dq is 0, and what is computed is the rounding of dP: gradients share one scale.
-    scales = [expected[0].abs().max(), *[max(x.abs().max() for x in expected[1:])] * 3]
+    largest_gradient = max(x.abs().max() for x in expected[1:])
+    scales = [expected[0].abs().max(), largest_gradient, largest_gradient, largest_gradient]
     errors = [
         (have.double() - want.index_select(2, mine)).abs().max() / scale
         for have, want, scale in zip(found, expected, scales, strict=True)

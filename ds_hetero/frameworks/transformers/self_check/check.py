@@ -46,6 +46,9 @@ from ds_hetero.runtime.data.shards import Batch, Entries
 logger = logging.getLogger(__name__)
 
 _MOST_PAIRS = 4  # of runs, before a difference is believed: ties of routers move, faults stay
+_NOT_IN_TRAINING = (
+    "are compared with one process in evaluation alone: what the model does to tokens in training alone is not checked."
+)
 
 
 class SelfCheck:
@@ -186,11 +189,6 @@ def _compare_in_training(model: ShardedModel, runs: Runs, compared: _Compared) -
         in_training = _compare(model, runs, in_training=True)
         if in_training.differences:
             raise ModelError(_refusal(model, runs, *in_training.differences[0], mode=" in training mode"))
-
-
-_NOT_IN_TRAINING = (
-    "are compared with one process in evaluation alone: what the model does to tokens in training alone is not checked."
-)
 
 
 def _mode_of_training(model: ShardedModel, runs: Runs, compared: _Compared) -> tuple[InTraining, str]:
