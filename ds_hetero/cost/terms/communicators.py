@@ -134,7 +134,8 @@ class Channels:
     def message_bytes(self, local_peers: float) -> float:
         """Bytes for messages to and from peers of the own node, and to all others where there are some."""
         remote_bytes = REMOTE_MESSAGE_BYTES * self.message if self.spans_nodes else 0
-        return local_peers * self.per_peer * LOCAL_CONNECTION_BYTES + remote_bytes
+        # Float: in browsers NumPy's integers have 32 bits, which hold 2 GiB.
+        return float(local_peers * self.per_peer * LOCAL_CONNECTION_BYTES + remote_bytes)
 
 
 def _ports(node: Node, port_bytes_per_s: float) -> int:
