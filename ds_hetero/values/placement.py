@@ -22,7 +22,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
@@ -72,23 +72,30 @@ class Lane:
     def __post_init__(self) -> None:
         assert len(self.nodes) in (0, len(self.members)), (self.nodes, self.members)
         assert set(map(len, self.tokens)) <= {len(self.members)}, (self.members, self.tokens)
-        held = list(map(sum, self.tokens))
-        assert held == [stop - start for start, stop in self.spans], (self.spans, self.tokens)
+        span_lengths = [stop - start for start, stop in self.spans]
+        assert list(map(sum, self.tokens)) == span_lengths, (self.spans, self.tokens)
 
     @cached_property
     def intervals(self) -> tuple[tuple[Range, ...], ...]:
         """Position intervals that each member holds, ascending; some may be empty."""
-        held: list[tuple[Range, ...]] = [()] * len(self.members)
+        intervals: list[tuple[Range, ...]] = [()] * len(self.members)
         for (first, _), tokens in zip(self.spans, self.tokens, strict=True):
             for member, chunks in enumerate(cut_span(tokens, self.layout)):
-                held[member] += tuple((first + start, first + stop) for start, stop in chunks) if first else chunks
-        return tuple(held)
+                intervals[member] += tuple((first + start, first + stop) for start, stop in chunks)
+        return tuple(intervals)
+
+    @cached_property
+    def member_tokens(self) -> tuple[int, ...]:
+        """Tokens of every member, of all spans."""
+        by_member = zip(*self.tokens, strict=True)
+        return tuple(map(sum, by_member))
 
     def zone(self, node: Sequence[int]) -> str:
         """Zeppelin's zone of the lane: ``"local"`` (one unit), ``"node"`` or ``"cluster"``; ``node`` of every unit."""
         if len(self.members) == 1:
             return "local"
-        return "node" if len({node[unit] for unit in self.members}) == 1 else "cluster"
+        nodes = {node[unit] for unit in self.members}
+        return "node" if len(nodes) == 1 else "cluster"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +121,10 @@ class Placement:
             assert min(self.rank_tokens) >= 0, (self.rank_tokens, self.moves)
             assert self.in_attention.length == self.length  # the tokens of its units are checked
             return
-        units = [0] * self.schedule.ring_size
-        for lane in self.lanes:
-            for position, of_spans in zip(lane.members, zip(*lane.tokens, strict=True), strict=True):
-                units[position] += sum(of_spans)
-        assert units == [self.group_tokens(position) for position in range(len(units))], (units, self.rank_tokens)
-        assert sum(units) == self.length, (units, self.length)
+        unit_tokens = _unit_tokens(self.schedule, self.lanes)
+        of_ranks = [self.group_tokens(position) for position in range(self.schedule.ring_size)]
+        assert unit_tokens == of_ranks, (unit_tokens, self.rank_tokens)
+        assert sum(unit_tokens) == self.length, (unit_tokens, self.length)
 
     @cached_property
     def in_attention(self) -> Placement:
@@ -139,8 +144,8 @@ class Placement:
         for move in moves:
             tokens[move.attends] -= move.tokens
             tokens[move.holds] += move.tokens
-        held = tuple(tokens[rank] for rank in self.schedule.ranks)
-        return replace(self, rank_tokens=held, moves=tuple(sorted(moves)))
+        rank_tokens = tuple(tokens[rank] for rank in self.schedule.ranks)
+        return replace(self, rank_tokens=rank_tokens, moves=tuple(sorted(moves)))
 
     def tokens(self, rank: int) -> int:
         """Tokens of one row that ``rank`` holds."""
@@ -158,7 +163,7 @@ class Placement:
 
     def positions(self, rank: int) -> list[int]:
         """Every position that ``rank`` holds, in the order of its tokens."""
-        return [p for start, stop in self.intervals(rank) for p in range(start, stop)]
+        return list(chain.from_iterable(range(start, stop) for start, stop in self.intervals(rank)))
 
     @property
     def is_stream(self) -> bool:
@@ -188,37 +193,58 @@ class Placement:
             return self.in_attention.parts
         if not any(lane.by_heads for lane in self.lanes):
             return (PlacementPart(self, ((0, 0),)),)
-        runs = groupby(self.lanes, key=lambda lane: (lane.by_heads, lane.nodes if lane.by_heads else ()))
-        return tuple(_part_of(self, tuple(run)) for _, run in runs)
+
+        def exchange(lane: Lane) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            """What the groups that exchange heads follow from."""
+            return lane.by_heads, lane.nodes if lane.by_heads else ()
+
+        return tuple(_part_of(self, tuple(run)) for _, run in groupby(self.lanes, key=exchange))
 
     @cached_property
     def _intervals(self) -> dict[int, tuple[Range, ...]]:
         if self.moves:
             return self._moved_intervals()
-        if any(lane.by_heads for lane in self.lanes):
-            parts = [(part, part.placement.intervals) for part in self.parts]
-            return {rank: tuple(part.outer(i) for part, of in parts for i in of(rank)) for rank in self.schedule.ranks}
-        units: list[list[Range]] = [[] for _ in range(self.schedule.ring_size)]
-        for lane in self.lanes:
-            for position, held in zip(lane.members, lane.intervals, strict=True):
-                units[position] += held
         intervals: dict[int, tuple[Range, ...]] = {}
-        for group, unit in zip(self.schedule.ring_groups, units, strict=True):
+        if any(lane.by_heads for lane in self.lanes):
+            for rank in self.schedule.ranks:
+                of_parts = (map(part.outer, part.placement.intervals(rank)) for part in self.parts)
+                intervals[rank] = tuple(chain.from_iterable(of_parts))
+            return intervals
+        unit_intervals: list[list[Range]] = [[] for _ in range(self.schedule.ring_size)]
+        for lane in self.lanes:
+            for position, of_member in zip(lane.members, lane.intervals, strict=True):
+                unit_intervals[position] += of_member
+        for group, of_unit in zip(self.schedule.ring_groups, unit_intervals, strict=True):
             ranks = sorted(group.ranks)
             cuts = accumulate(map(self.tokens, ranks), initial=0)
-            intervals |= {rank: _part(unit, part) for rank, part in zip(ranks, pairwise(cuts), strict=True)}
+            for rank, part in zip(ranks, pairwise(cuts), strict=True):
+                intervals[rank] = _part(of_unit, part)
         return intervals
 
     def _moved_intervals(self) -> dict[int, tuple[Range, ...]]:
-        of_rank = self.in_attention.intervals
-        # Of a rank that takes over from others, all of its own.
-        intervals = {rank: _part(of_rank(rank), (0, self.tokens(rank))) for rank in self.schedule.ranks}
-        at = dict(self._tokens)
+        """What every rank keeps of its tokens in attention, then what it takes over.
+
+        A rank with 10 tokens in attention that gives 3 and then 1 away keeps the first 6 of them; [6, 9) and [9, 10)
+        go.
+        """
+        in_attention = self.in_attention.intervals
+        intervals = {rank: _part(in_attention(rank), (0, self.tokens(rank))) for rank in self.schedule.ranks}
+        next_to_give = dict(self._tokens)  # the first of a rank's tokens in attention that has no holder yet
         for move in self.moves:
-            end = at[move.attends] + move.tokens
-            intervals[move.holds] += _part(of_rank(move.attends), (at[move.attends], end))
-            at[move.attends] = end
+            start = next_to_give[move.attends]
+            stop = start + move.tokens
+            intervals[move.holds] += _part(in_attention(move.attends), (start, stop))
+            next_to_give[move.attends] = stop
         return intervals
+
+
+def _unit_tokens(schedule: Schedule, lanes: Sequence[Lane]) -> list[int]:
+    """Tokens of every unit, by ring position."""
+    tokens = [0] * schedule.ring_size
+    for lane in lanes:
+        for position, more in zip(lane.members, lane.member_tokens, strict=True):
+            tokens[position] += more
+    return tokens
 
 
 class PlacementPart(NamedTuple):
@@ -234,36 +260,41 @@ class PlacementPart(NamedTuple):
 
 
 def _part_of(whole: Placement, lanes: Sequence[Lane]) -> PlacementPart:
-    spans = sorted(span for lane in lanes for span in lane.spans)
-    begins = list(accumulate((stop - start for start, stop in spans), initial=0))
-    moved = {span: (at, at + span[1] - span[0]) for span, at in zip(spans, begins, strict=False)}
-    rows = []
-    for row in whole.rows:
+    """Some lanes of a placement whose units are single ranks, with their spans moved together.
+
+    Spans [10, 14) and [20, 25) become [0, 4) and [4, 9); a document [21, 24) becomes [5, 8), and one that lies in no
+    span of these lanes is left out.
+    """
+    spans = sorted(chain.from_iterable(lane.spans for lane in lanes))
+    *starts, length = accumulate((stop - start for start, stop in spans), initial=0)
+    moved_spans = {span: (at, at + span[1] - span[0]) for span, at in zip(spans, starts, strict=True)}
+
+    def moved_documents(row: Rows) -> Rows:
         documents = []
         for start, stop in row.documents:
-            span = bisect_right(spans, (start, inf)) - 1
-            if span >= 0 and stop <= spans[span][1]:
-                shift = begins[span] - spans[span][0]
+            index = bisect_right(spans, (start, inf)) - 1
+            if index >= 0 and stop <= spans[index][1]:
+                shift = starts[index] - spans[index][0]
                 documents.append((start + shift, stop + shift))
-        rows.append(row._replace(documents=tuple(documents)))
-    moved_lanes = [replace(lane, spans=tuple(moved[span] for span in lane.spans)) for lane in lanes]
-    held = [0] * whole.schedule.ring_size
-    for lane in lanes:
-        for unit, of_spans in zip(lane.members, zip(*lane.tokens, strict=True), strict=True):
-            held[unit] += sum(of_spans)
+        return row._replace(documents=tuple(documents))
+
     schedule = whole.schedule
-    by_rank = {group.ranks[0]: count for group, count in zip(schedule.ring_groups, held, strict=True)}
+    moved_lanes = [replace(lane, spans=tuple(moved_spans[span] for span in lane.spans)) for lane in lanes]
+    tokens_of_rank = {}
+    for group, tokens in zip(schedule.ring_groups, _unit_tokens(schedule, lanes), strict=True):
+        tokens_of_rank[group.ranks[0]] = tokens
     if lanes[0].by_heads:
         schedule = _schedule_by_heads(schedule, lanes[0])
         moved_lanes = [_lane_by_heads(lane) for lane in moved_lanes]
     placement = Placement(
         schedule=schedule,
-        length=begins[-1],
-        rank_tokens=tuple(by_rank[rank] for rank in schedule.ranks),
+        length=length,
+        rank_tokens=tuple(tokens_of_rank[rank] for rank in schedule.ranks),
         lanes=tuple(moved_lanes),
-        rows=tuple(rows),
+        rows=tuple(map(moved_documents, whole.rows)),
     )
-    return PlacementPart(placement, tuple((at, span[0] - at) for span, at in zip(spans, begins, strict=False)))
+    shifts = [(at, span[0] - at) for span, at in zip(spans, starts, strict=True)]
+    return PlacementPart(placement, tuple(shifts))
 
 
 def _slots(lane: Lane) -> list[list[int]]:
@@ -287,7 +318,11 @@ def _schedule_by_heads(schedule: Schedule, lane: Lane) -> Schedule:
 def _lane_by_heads(lane: Lane) -> Lane:
     """The lane over the groups of `_schedule_by_heads`."""
     slots = _slots(lane)
-    tokens = tuple(tuple(sum(of_span[index] for index in slot) for slot in slots) for of_span in lane.tokens)
+
+    def by_slot(span_tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sum(span_tokens[index] for index in slot) for slot in slots)
+
+    tokens = tuple(map(by_slot, lane.tokens))
     return Lane(members=tuple(range(len(slots))), spans=lane.spans, tokens=tokens, layout=lane.layout)
 
 
@@ -313,12 +348,16 @@ def stream_placement(schedule: Schedule, length: int, rows: tuple[Rows, ...] = (
 
 
 def _part(intervals: Sequence[Range], part: Range) -> tuple[Range, ...]:
-    """Tokens ``part`` of those in ``intervals``, counted in their order."""
-    low, high = part
-    held, local = [], 0
+    """Tokens ``part`` of those in ``intervals``, counted in their order.
+
+    Tokens [3, 6) of [10, 14) and [20, 25) are [13, 14) and [20, 22).
+    """
+    part_start, part_stop = part
+    ranges, counted = [], 0
     for start, stop in intervals:
-        a, b = start + max(low - local, 0), min(start + high - local, stop)
-        if a < b:
-            held.append((a, b))
-        local += stop - start
-    return tuple(held)
+        first = start + max(part_start - counted, 0)
+        last = min(start + part_stop - counted, stop)
+        if first < last:
+            ranges.append((first, last))
+        counted += stop - start
+    return tuple(ranges)

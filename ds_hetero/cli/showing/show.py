@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def _schedule(scenario: Scenario, source: str, out: Path) -> JsonDict:
     if out.suffix == ".html":
         write_plan(out, schedule.to_dict(), scenario.to_dict())
     else:
-        from ds_hetero.cli.showing.pictures import draw_schedule
+        from ds_hetero.cli.showing.schedule_picture import draw_schedule
 
         draw_schedule(scenario, cost, schedule, prediction).savefig(out, dpi=120)
     return {"schedule": schedule.to_dict(), "predicted": prediction.to_dict()}
@@ -73,7 +74,7 @@ def _pipelines(scenario: Scenario, path: Path, out: Path) -> JsonDict:
     if out.suffix == ".html":
         write_plan(out, plan.to_dict(), scenario.to_dict())
     else:
-        from ds_hetero.cli.showing.pictures import draw_pipelines
+        from ds_hetero.cli.showing.pipelines_picture import draw_pipelines
 
         draw_pipelines(costs, finished).savefig(out, dpi=120)
     return {"step_s": finished.step_s, "plan": plan.to_dict()}
@@ -104,7 +105,7 @@ def _documents(
     schedule = plan_for_lengths(cost, [lengths]).best.schedule if source == "plan" else read_schedule(source, cost)
     report = report_documents(cost, schedule, lengths)
     if out is not None:
-        from ds_hetero.cli.showing.pictures import draw_documents
+        from ds_hetero.cli.showing.documents_picture import draw_documents
 
         draw_documents(scenario, report).savefig(out, dpi=120)
     if as_json:
@@ -126,11 +127,15 @@ def _lanes(report: DocumentsReport) -> Iterator[tuple[str, ...]]:
     for lane in report.placement.lanes[:MAX_ROWS]:
         names = [index.get(span, "padding") for span in lane.spans]
         shown = ", ".join(names[:8]) + (f", ... ({len(names)})" if len(names) > 8 else "")
-        tokens = [sum(column) for column in zip(*lane.tokens, strict=True)]
+        tokens = lane.member_tokens
         by_unit = ", ".join(f"{count:,}" for count in tokens[:8]) + (", ..." if len(tokens) > 8 else "")
-        ranks = rank_ranges([rank for unit in lane.members for rank in groups[unit].ranks])
-        way = ", by heads" if lane.by_heads else ", proxies" if lane.proxies else ""
-        yield lane.zone(report.costs.node) + way, ranks, shown, f"{sum(tokens):,}", by_unit
+        ranks = chain.from_iterable(groups[unit].ranks for unit in lane.members)
+        way = ""
+        if lane.by_heads:
+            way = ", by heads"
+        elif lane.proxies:
+            way = ", proxies"
+        yield lane.zone(report.costs.node) + way, rank_ranges(list(ranks)), shown, f"{sum(tokens):,}", by_unit
     if len(report.placement.lanes) > MAX_ROWS:
         yield "...", f"{len(report.placement.lanes) - MAX_ROWS} more lanes", "", "", ""
 

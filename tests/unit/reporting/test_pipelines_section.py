@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_hetero.cli.showing.pictures import draw_pipelines
+from ds_hetero.cli.showing.pipelines_picture import draw_pipelines
 from ds_hetero.cluster import cluster_from_dict
 from ds_hetero.cost import Workload
 from ds_hetero.models import load_model
