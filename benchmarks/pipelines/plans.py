@@ -10,7 +10,7 @@ from benchmarks.measure.contenders import Shape
 from benchmarks.measure.workloads import workload
 from ds_hetero.cluster import Cluster
 from ds_hetero.cost import make_cost_model
-from ds_hetero.cost.price import Objective
+from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipeline_search.finish import finish, to_plan

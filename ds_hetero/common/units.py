@@ -6,3 +6,4 @@ GB = 1e9  # bytes, as in bandwidths
 GIB = 2**30  # bytes, as in sizes of memory
 TERA = 1e12  # as in TFLOPS
 MICRO = 1e-6  # as in microseconds
+SECONDS_PER_HOUR = 3600

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
-from ds_hetero.cost.price import Objective
+from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import NO_SYNC, PlacedPipeline, StageCosts
 from ds_hetero.planner.pipeline_search.cuts import LayerCut, make_cut
 from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate, Shape, judge

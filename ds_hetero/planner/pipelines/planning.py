@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.reading import MAX_BATCH, expect_whole_number
-from ds_hetero.cost.price import TOO_LONG, Objective
+from ds_hetero.cost.objective import TOO_LONG, Objective
 from ds_hetero.cost.stages.calibrated import INNERS, CalibratedStageCosts
 from ds_hetero.cost.stages.stage import Pools, StageCosts
 from ds_hetero.cost.workload import Workload
@@ -88,7 +88,7 @@ def plan_pipelines(
         cluster: all devices; some may stay idle.
         workload: length, attention and loss. Batches and recomputation are chosen here.
         costs: the cost model, which fixes recomputation; left out, the calibrated one with and without it.
-        objective: one of `ds_hetero.cost.price.OBJECTIVES`.
+        objective: one of `ds_hetero.cost.objective.OBJECTIVES`.
         at_most_s: longest step that is acceptable.
         inners: ways in which ranks of a stage may share its work, where ``costs`` is left out.
         effort_s: of the search, in seconds of a usual core by a count of evaluations.

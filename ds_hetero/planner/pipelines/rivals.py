@@ -11,7 +11,7 @@ from math import inf
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.cost import CostModel, make_cost_model
-from ds_hetero.cost.price import TOO_LONG, Objective
+from ds_hetero.cost.objective import TOO_LONG, Objective
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.terms.model_states import static_bytes
 from ds_hetero.cost.workload import Workload

@@ -17,7 +17,7 @@ from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.schedule import Schedule
 
 if TYPE_CHECKING:
-    from ds_hetero.cost.price import Objective
+    from ds_hetero.cost.objective import Objective
     from ds_hetero.cost.stages.stage import StageCosts
     from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
     from ds_hetero.planner.pipeline_search.evaluate import PlanCandidate

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_hetero.common.reading import JsonDict
-from ds_hetero.cost.price import Objective
+from ds_hetero.cost.objective import Objective
 from ds_hetero.planner.results.planned import Planned
 from ds_hetero.values.plans import Plan
 

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.measure.exact_pipelines import solve_pipelines_exact
 from ds_hetero.cluster.files import load_cluster
-from ds_hetero.cost.price import Objective
+from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.hexiscale import HexiScaleStageCosts, make_stage_costs
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock
 from ds_hetero.cost.workload import Workload

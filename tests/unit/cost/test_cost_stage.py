@@ -8,10 +8,10 @@ import pytest
 
 from ds_hetero.cluster.files import load_cluster
 from ds_hetero.cost.calibrated import CalibratedCostModel
-from ds_hetero.cost.price import TOO_LONG, Objective
+from ds_hetero.cost.objective import TOO_LONG, Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
-from ds_hetero.cost.stages.gradients import DeviceParameters
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, Pools
+from ds_hetero.cost.stages.stage_memory import DeviceParameters
 from ds_hetero.cost.terms.rates import AchievedRates
 from ds_hetero.cost.workload import BUCKET_BYTES, Buffers, Workload
 from ds_hetero.errors import PlanError

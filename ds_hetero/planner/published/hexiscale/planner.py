@@ -15,7 +15,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from ds_hetero.cost.price import Objective
+from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.planner.pipeline_search.evaluate import Evaluator, PlanCandidate, Shape
 from ds_hetero.planner.pipeline_search.search import FEW_RANKS

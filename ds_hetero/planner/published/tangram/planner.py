@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from ds_hetero.cost.price import Objective
+from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, StageCosts
 from ds_hetero.planner.pipeline_search.block_ranks import can_be_placed
 from ds_hetero.planner.pipeline_search.evaluate import ACTION_S, PlanCandidate

@@ -13,7 +13,7 @@ from benchmarks.measure import exact_pipelines as exact
 from benchmarks.measure.exact_pipelines import solve_pipelines_exact
 from ds_hetero.cli import main
 from ds_hetero.cluster.files import cluster_from_dict, load_cluster
-from ds_hetero.cost.price import Objective
+from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.errors import PlanError
