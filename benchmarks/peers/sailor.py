@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.peers.judge import MOST_PLANS, Case, NoPlan, PeerStage, plan_of, shared_evenly
 from benchmarks.peers.process import printed_by
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
-from ds_hetero.cost.stages.gradients import CalibratedStageMemory
+from ds_hetero.cost.stages.stage_memory import CalibratedStageMemory
 from ds_hetero.cost.workload import Workload
 from ds_hetero.values.plans import Plan
 

@@ -1,19 +1,17 @@
-"""Stages, hops and gradients as the runtime runs them, at the rates that devices and links achieve.
+"""Cost model of pipelines as the runtime runs them, at the rates that devices and links achieve.
+
+Formulas of stages whose devices cut layers stand here, the others in modules of their own:
 
     one, tensor  products and attention cut by n at the efficiency of narrower ones, norms and residuals by every rank,
                  two all-reduces of b S H elements in the forward and two in the backward of a layer, one when it is
                  computed again, since nothing in the backward needs what the second adds up; embedding, head and loss
                  cut by words, with an all-reduce of b S H elements each, and of the loss two of numbers by token
-    sequence     see `ds_hetero.cost.stages.sequence`
-    gradients, memory  see `ds_hetero.cost.stages.gradients`
+    sequence     `ds_hetero.cost.stages.sequence`
+    hops         `ds_hetero.cost.stages.hops`
+    gradients    `ds_hetero.cost.stages.gradients`
+    memory       `ds_hetero.cost.stages.stage_memory`
 
 Dimension key: J parts of stages of all pipelines.
-
-Activations on their way from one stage to the next, and gradients on their way back.
-
-An activation crosses the boundary once: a device of a ``sequence`` stage carries its share of the tokens of a
-micro-batch, each of n of a ``tensor`` stage 1 / n. What neither the wire nor a pass hides is part of the stages
-(`StageOption.side_s`): the hosts' time, and the gather of what arrived on the devices of a ``tensor`` stage.
 """
 
 from __future__ import annotations
@@ -23,16 +21,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 
 from ds_hetero.cluster.topology import Cluster, DeviceSpec
 from ds_hetero.common.arrays import Bools, Floats
 from ds_hetero.cost.passes import BlockPasses
-from ds_hetero.cost.stages.gradients import CalibratedStageMemory, DeviceParameters, GradientTimes
+from ds_hetero.cost.stages.gradients import GradientTimes
+from ds_hetero.cost.stages.hops import HopEnd, HopTimes
 from ds_hetero.cost.stages.sequence import FindSchedule, SequenceStages
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, StageCosts, StageOption, SyncTimes
+from ds_hetero.cost.stages.stage_memory import CalibratedStageMemory, DeviceParameters
 from ds_hetero.cost.terms import communicators
 from ds_hetero.cost.terms.layer_memory import WIDE, LayerMemory, LayerShare, layer_memory, logit_bytes
 from ds_hetero.cost.terms.zero import RingCollective
@@ -76,7 +75,7 @@ class CalibratedStageCosts(StageCosts):
         self._find = find
         self.stage = cache(self.stage)  # type: ignore[method-assign]
         self.sequence = SequenceStages(cluster, model, workload, self.pools, find)
-        self._hop_s = cache(self._hop_s_uncached)
+        self._hops = HopTimes(cluster, model, workload, self.pools)
         memory_s_per_byte = [self._memory_s_per_byte(kind) for kind in range(len(self.pools.kinds))]
         self._gradients = GradientTimes(cluster, model, workload, memory_s_per_byte)
 
@@ -219,25 +218,17 @@ class CalibratedStageCosts(StageCosts):
     # --- hops
 
     def hop_s(self, link: int, source: DeviceBlock, target: DeviceBlock, micro_batch_size: int) -> float:
-        """One direction: latency and the busiest port, of a sender, a receiver or the node."""
-        return self._hop_s(link, *(self._end(block, micro_batch_size) for block in (source, target)), micro_batch_size)
+        """One direction; see `ds_hetero.cost.stages.hops`."""
+        ends = [self._hop_end(block, micro_batch_size) for block in (source, target)]
+        return self._hops.hop_s(link, *ends, micro_batch_size)
 
-    def _end(self, block: DeviceBlock, micro_batch_size: int) -> _End:
+    def _hop_end(self, block: DeviceBlock, micro_batch_size: int) -> HopEnd:
         kinds = (block.kind, *(part.kind for part in block.others))
         if not block.others:
-            return _End(kinds, 1 / block.size)
+            return HopEnd(kinds, 1 / block.size)
         shared = self.sequence.passes(block.parts, micro_batch_size)
         assert shared is not None, "a stage that cannot run has no hops"
-        return _End(kinds, max(shared.tokens) / (micro_batch_size * self.seq_len))
-
-    def _hop_s_uncached(self, link: int, source: _End, target: _End, samples: int) -> float:
-        wire = self.cluster.link_classes[link]
-        volume = samples * self.seq_len * self.workload.element_bytes * self.model.hidden_size
-        busiest_s = volume * max(source.share, target.share) / (wire.bytes_per_s * wire.p2p_efficiency)
-        kinds = [self.pools.kinds[kind] for kind in (*source.kinds, *target.kinds)]
-        inside = link in self.cluster.link_classes_inside
-        shared = [each.switch_bytes_per_s if inside else each.nic_bytes_per_s for each in kinds]
-        return wire.latency_s + max([busiest_s, *(volume / rate for rate in shared if rate)])
+        return HopEnd(kinds, max(shared.tokens) / (micro_batch_size * self.seq_len))
 
     # --- gradients
 
@@ -294,10 +285,3 @@ class CalibratedStageCosts(StageCosts):
 def _has_neighbours(ranks: Sequence[int], size: int) -> bool:
     """Whether ``size`` of these ascending ranks follow one another, as those of a schedule must."""
     return any(last - first == size - 1 for first, last in zip(ranks, ranks[size - 1 :], strict=False))
-
-
-class _End(NamedTuple):
-    """One side of a hop."""
-
-    kinds: tuple[int, ...]
-    share: float  # of the tokens that the device carries which carries most of them

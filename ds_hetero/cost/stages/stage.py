@@ -25,7 +25,7 @@ import numpy as np
 
 from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link
 from ds_hetero.common.arrays import Floats
-from ds_hetero.cost.price import Objective
+from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.pipeline_time import PipelineTimes, closed_form, run_pipeline
 from ds_hetero.cost.terms.memory_parts import Bytes
 from ds_hetero.errors import PlanError
@@ -86,8 +86,19 @@ class Pools:
     @cached_property
     def largest(self) -> tuple[Pool, ...]:
         """The largest pool of every kind; the first one among equals."""
-        of_kind = [[pool for pool in self.pools if pool.kind == kind] for kind in range(len(self.kinds))]
-        return tuple(max(pools, key=lambda pool: len(pool.ranks)) for pools in of_kind)
+        largest: dict[int, Pool] = {}
+        for pool in self.pools:
+            if pool.kind not in largest or len(pool.ranks) > len(largest[pool.kind].ranks):
+                largest[pool.kind] = pool
+        return tuple(largest[kind] for kind in range(len(self.kinds)))
+
+    @cached_property
+    def of_rank(self) -> dict[int, Pool]:
+        """The pool of every rank."""
+        of_rank: dict[int, Pool] = {}
+        for pool in self.pools:
+            of_rank.update(dict.fromkeys(pool.ranks, pool))
+        return of_rank
 
 
 class PoolPart(NamedTuple):
@@ -96,6 +107,10 @@ class PoolPart(NamedTuple):
     kind: int  # index into `Pools.kinds`
     node: int  # index into `Cluster.nodes`
     size: int  # devices
+
+    def is_of(self, pool: Pool) -> bool:
+        """Whether its devices are of this pool."""
+        return (self.kind, self.node) == (pool.kind, pool.node)
 
 
 class DeviceBlock(NamedTuple):

@@ -1,7 +1,7 @@
 """Memory of one layer on a rank: one formula per kind of layer, however ranks share its work.
 
 Every memory of this package is made of these: of jobs that share sequences (`ds_hetero.cost.terms.phases`), and of
-stages of pipelines (`ds_hetero.cost.stages.gradients`).
+stages of pipelines (`ds_hetero.cost.stages.stage_memory`).
 
 Dimension key: D ranks, K groups.
 """

@@ -15,7 +15,7 @@ Below ZeRO-2 gradients of a layer come as its activations go: all activations st
 a layer beside all gradients but the embedding's, and the larger sum counts. In ZeRO-2 a rank makes the buffer of all
 its gradients when the first of them comes, which is that of the last element that it owns: activations of the layers up
 to there are still held. With gradient accumulation gradients of earlier micro-batches are there from the start, and
-ZeRO-3 has one buffer for all. Stages of pipelines have `ds_hetero.cost.stages.gradients`.
+ZeRO-3 has one buffer for all. Stages of pipelines have `ds_hetero.cost.stages.stage_memory`.
 
 Unlike HexiSeq's Eq. 3 (arXiv:2605.07569) activations count once per layer.
 
