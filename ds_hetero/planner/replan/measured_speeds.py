@@ -13,49 +13,64 @@ from ds_hetero.cost import CostModel
 from ds_hetero.planner.replan.policy import Observation
 from ds_hetero.values.schedule import Schedule
 
-_ALIKE = (
-    0.02  # equal devices whose speeds differ by less count as equal: noise of a measurement. Chosen, never measured
-)
+# Equal devices whose speeds differ by a smaller share count as equal: noise of a measurement. Chosen, never measured.
+_ALIKE = 0.02
 
 
 def measured_speeds(
     cost: CostModel, schedule: Schedule, observation: Observation, before: Sequence[float]
 ) -> list[float]:
-    """Time that the model expects a rank to compute, over what it did; as before for a rank without work."""
+    """Speed of every rank: the seconds that it is predicted to compute in a step, over those that it computed.
+
+    Args:
+        before: speeds of ranks without work, which say nothing now.
+    """
     work = cost.workload
     tokens = schedule.tokens(work.seq_len)
     busy_s = cost.predict(schedule).busy_s
-    expected = [
-        (busy_s[rank] * cost.model.num_layers + float(cost.loss_s_per_token_D[rank]) * tokens[rank])
-        * work.micro_batches
-        for rank in range(cost.cluster.num_ranks)
-    ]
-    own_s = observation.own_s
-    return [e / s if e and s else old for e, s, old in zip(expected, own_s, before, strict=True)]
+
+    def predicted_s(rank: int) -> float:
+        layers_s = busy_s[rank] * cost.model.num_layers
+        loss_s = float(cost.loss_s_per_token_D[rank]) * tokens[rank]
+        return (layers_s + loss_s) * work.micro_batches
+
+    speeds = []
+    for rank, (measured_s, speed_before) in enumerate(zip(observation.own_s, before, strict=True)):
+        expected_s = predicted_s(rank)
+        speeds.append(expected_s / measured_s if expected_s and measured_s else speed_before)
+    return speeds
 
 
 def snapped_speeds(devices: Sequence[DeviceSpec], speeds: Sequence[float], error: float) -> list[float]:
-    """Speeds of equal devices made equal where they differ by noise only, which keeps the search small and exact."""
-    out = list(speeds)
+    """Speeds of equal devices made equal where they differ by noise only, which keeps the search small and exact.
+
+    Four equal devices at 0.99, 1.0, 1.01 and 0.5 become three of 1.0, their geometric mean, and one of 0.5.
+
+    Args:
+        error: relative standard error of the speeds.
+    """
+    tolerance = max(_ALIKE, 3 * error)
+    snapped = list(speeds)
     for device in dict.fromkeys(devices):
-        ranks = sorted((r for r, d in enumerate(devices) if d == device), key=lambda r: speeds[r])
-        runs: list[list[int]] = []
+        ranks = [rank for rank, other in enumerate(devices) if other == device]
+        ranks.sort(key=speeds.__getitem__)
+        runs: list[list[int]] = []  # of speeds that differ by noise from the slowest of the run
         for rank in ranks:
-            if runs and log(speeds[rank] / speeds[runs[-1][0]]) <= max(_ALIKE, 3 * error):
+            if runs and log(speeds[rank] / speeds[runs[-1][0]]) <= tolerance:
                 runs[-1].append(rank)
             else:
                 runs.append([rank])
         for run in runs:
             mean = exp(fmean(log(speeds[rank]) for rank in run))
             for rank in run:
-                out[rank] = mean
-    return out
+                snapped[rank] = mean
+    return snapped
 
 
 def at_speeds(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
     """The cluster with every rank's device that much faster at everything it computes."""
-    at = iter(speeds)
-    return cluster.with_devices(lambda device: _at_speed(device, next(at)))
+    speed_of_next = iter(speeds)  # devices are replaced in the order of the ranks
+    return cluster.with_devices(lambda device: _at_speed(device, next(speed_of_next)))
 
 
 def _at_speed(device: DeviceSpec, speed: float) -> DeviceSpec:

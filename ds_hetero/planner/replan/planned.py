@@ -34,26 +34,28 @@ class Replanner:
     def __init__(
         self, num_replicas: int, costs: Sequence[CostModel], min_gain: float, layout: str | None, causal: bool
     ) -> None:
-        estimates: list[Callable[[Schedule, Observation], GainEstimate]] = [
-            PlannedEstimates(cost, layout) for cost in costs
-        ]
-        estimates = estimates or [partial(ProportionalEstimate, causal=causal)] * num_replicas
-        self._estimates = estimates
-        self._policies = [Policy(estimate, min_gain) for estimate in estimates]
+        self._estimates: list[Callable[[Schedule, Observation], GainEstimate]] = []
+        if costs:
+            self._estimates += [PlannedEstimates(cost, layout) for cost in costs]
+        else:
+            self._estimates += [partial(ProportionalEstimate, causal=causal)] * num_replicas
+        self._policies = [Policy(estimate, min_gain) for estimate in self._estimates]
 
     def decide(self, schedules: Sequence[Schedule], observations: Sequence[Observation]) -> list[ProposedChange | None]:
         """Return the decision for every replica; None where its schedule stays."""
-        return [
-            policy.decide(schedule, observation) if schedule.sp_size > 1 else None
-            for policy, schedule, observation in zip(self._policies, schedules, observations, strict=True)
-        ]
+        decisions = []
+        for policy, schedule, observation in zip(self._policies, schedules, observations, strict=True):
+            can_change = schedule.sp_size > 1
+            decisions.append(policy.decide(schedule, observation) if can_change else None)
+        return decisions
 
     def gains(self, schedules: Sequence[Schedule], observations: Sequence[Observation]) -> list[float | None]:
         """Return the share of a step that the best schedule of every replica would save; None where there is none."""
-        return [
-            _best_gain(estimate(schedule, observation)) if schedule.sp_size > 1 else None
-            for estimate, schedule, observation in zip(self._estimates, schedules, observations, strict=True)
-        ]
+        gains = []
+        for estimate, schedule, observation in zip(self._estimates, schedules, observations, strict=True):
+            can_change = schedule.sp_size > 1
+            gains.append(_best_gain(estimate(schedule, observation)) if can_change else None)
+        return gains
 
 
 def _best_gain(estimate: GainEstimate) -> float | None:
@@ -90,12 +92,14 @@ class PlannedEstimate:
         self, schedule: Schedule, observation: Observation, cost: CostModel, layout: str | None, before: Sequence[float]
     ) -> None:
         self._schedule, self._layout = schedule, layout
+        # The workload that was observed: micro-batches of the length and the number that a step had.
         sequences = sum(observation.tokens) / observation.length
         micro_batches = max(round(sequences / cost.workload.micro_batch), 1)
         workload = replace(cost.workload, seq_len=observation.length, micro_batches=micro_batches)
         described = make_cost_model(cost.name, cost.cluster, cost.model, workload)
         self.speeds = measured_speeds(described, schedule.shifted(0), observation, before)
-        cluster = at_speeds(cost.cluster, snapped_speeds(cost.cluster.devices, self.speeds, max(observation.error)))
+        speeds = snapped_speeds(cost.cluster.devices, self.speeds, max(observation.error))
+        cluster = at_speeds(cost.cluster, speeds)
         self._cost = make_cost_model(cost.name, cluster, cost.model, workload)
         self._present_s = self._iteration_s(schedule)
 
@@ -104,7 +108,7 @@ class PlannedEstimate:
         return 1 - self._iteration_s(candidate) / self._present_s
 
     def best(self) -> Schedule | None:
-        """The planner's choice; None where nothing estimates into memory."""
+        """The planner's choice; None where no schedule fits into memory."""
         started = time.perf_counter()
         try:
             plan = planning.plan(

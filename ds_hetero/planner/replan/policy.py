@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import log, sqrt
+from operator import add
 from statistics import fmean, median
 from typing import Any, Protocol
 
@@ -41,26 +42,29 @@ class Observation:
     @property
     def own_s(self) -> tuple[float, ...]:
         """Seconds that every rank computes in a step."""
-        return tuple(
-            flops * (per_flop or 0.0) + tokens * (per_token or 0.0)
-            for flops, per_flop, tokens, per_token in zip(
-                self.attention_flops, self.attention_s_per_flop, self.tokens, self.model_s_per_token, strict=True
-            )
-        )
+        attention = zip(self.attention_flops, self.attention_s_per_flop, strict=True)
+        attention_s = (flops * (s_per_flop or 0.0) for flops, s_per_flop in attention)
+        model = zip(self.tokens, self.model_s_per_token, strict=True)
+        model_s = (tokens * (s_per_token or 0.0) for tokens, s_per_token in model)
+        return tuple(map(add, attention_s, model_s))
 
 
 def mean_observation(observations: Sequence[Observation]) -> Observation:
     """The mean of several observations of one schedule."""
     last = observations[-1]
 
-    def mean(name: str) -> Any:
-        rows = zip(*(getattr(observation, name) for observation in observations), strict=True)
-        return tuple(None if None in row else fmean(row) for row in rows)
+    def mean_by_rank(name: str) -> Any:
+        """The mean of a field for every rank; None where an observation has none."""
+        by_observation = [getattr(observation, name) for observation in observations]
+        by_rank = zip(*by_observation, strict=True)
+        return tuple(None if None in values else fmean(values) for values in by_rank)
 
-    names = ("attention_flops", "tokens", "attention_s_per_flop", "model_s_per_token")
     return replace(
         last,
-        **{name: mean(name) for name in names},
+        attention_flops=mean_by_rank("attention_flops"),
+        tokens=mean_by_rank("tokens"),
+        attention_s_per_flop=mean_by_rank("attention_s_per_flop"),
+        model_s_per_token=mean_by_rank("model_s_per_token"),
         error=tuple(error / sqrt(len(observations)) for error in last.error),
         step_s=fmean(observation.step_s for observation in observations),
         length=round(median(observation.length for observation in observations)),
@@ -118,8 +122,9 @@ class Policy:
             return None
         self._evidence.append(observation)
         self._gains.append(estimate.gain(self._candidate))
-        error = sqrt(2) * max(observation.error)  # of a gain: two ranks decide, one under each schedule
-        gain, margin = fmean(self._gains), CERTAINTY * error / sqrt(len(self._gains))
+        gain_error = sqrt(2) * max(observation.error)  # of two times: the slowest rank's under each schedule
+        gain = fmean(self._gains)
+        margin = CERTAINTY * gain_error / sqrt(len(self._gains))
         if gain - margin > self.required_gain:
             return self._change(schedule)
         if gain + margin < self.required_gain or len(self._gains) == KEPT_EVIDENCE:
@@ -128,9 +133,11 @@ class Policy:
 
     @property
     def required_gain(self) -> float:
-        """Seconds that a change has to save now."""
+        """Share of a step's time that a change has to save now; recent changes raise it."""
         recent = sum(self._num_observations - number < RECENT_OBSERVATIONS for number in self._changes)
-        return max(self._min_gain, SMALLEST_MIN_GAIN) * 2**recent if recent else self._min_gain
+        if not recent:
+            return self._min_gain
+        return max(self._min_gain, SMALLEST_MIN_GAIN) * 2.0**recent
 
     def _search(self, estimate: GainEstimate, observation: Observation) -> None:
         tolerance = max(self._min_gain / 2, SMALLEST_MIN_GAIN)
@@ -161,10 +168,12 @@ class Policy:
 def _moved(before: Observation, now: Observation, tolerance: float) -> bool:
     """Whether the cost of some rank's work has changed in relation to that of the other ranks."""
 
-    def shape(name: str) -> list[float]:
-        pairs = list(zip(getattr(before, name), getattr(now, name), strict=True))
-        ratios = [log(b / a) for a, b in pairs if a and b]
+    def deviations(name: str) -> list[float]:
+        """How much more every rank's cost has grown than the mean, as differences of logarithms."""
+        pairs = zip(getattr(before, name), getattr(now, name), strict=True)
+        ratios = [log(cost_now / cost_before) for cost_before, cost_now in pairs if cost_before and cost_now]
         return [ratio - fmean(ratios) for ratio in ratios]
 
     tolerance += CERTAINTY * max(now.error)
-    return any(abs(x) > tolerance for name in ("attention_s_per_flop", "model_s_per_token") for x in shape(name))
+    all_deviations = deviations("attention_s_per_flop") + deviations("model_s_per_token")
+    return any(abs(deviation) > tolerance for deviation in all_deviations)

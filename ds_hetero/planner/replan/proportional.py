@@ -46,13 +46,18 @@ class ProportionalEstimate:
         heads = [self._share_heads(group) for group in self._schedule.groups]
         weights = [1.0] * len(heads)
         tried = []
+        # A group that takes twice the mean gets half its share, and so on, until all take the mean. Of contiguous
+        # groups a later one attends to more keys, so its time also changes with the shares of those before it.
         for _ in range(_STEPS_TO_BALANCE):
-            tried.append(self._with_shares(heads, weights))
-            times = self._group_times(tried[-1])  # in ring order
-            time_of = dict(zip(self._schedule.ring, times, strict=True))
-            least = fmean(times) / _MOST_GROWTH
-            weights = [weight * fmean(times) / max(time_of[i], least) for i, weight in enumerate(weights)]
+            schedule = self._with_shares(heads, weights)
+            tried.append(schedule)
+            times = self._group_times(schedule)  # in ring order
+            time_of_group = dict(zip(self._schedule.ring, times, strict=True))
+            mean_s = fmean(times)
+            least_s = mean_s / _MOST_GROWTH
+            weights = [weight * mean_s / max(time_of_group[i], least_s) for i, weight in enumerate(weights)]
         best = min(tried, key=lambda schedule: max(self._group_times(schedule)))
+        # Where memory does not allow all of the way there, a part of it.
         for part in (1.0, 0.75, 0.5, 0.25):
             between = best if part == 1 else self._between(best, part)
             if self._fits(between):
@@ -62,12 +67,14 @@ class ProportionalEstimate:
     def _group_times(self, schedule: Schedule) -> list[float]:
         """Seconds that each group computes in a step, in ring order."""
         length = self._observation.length
-        tokens, attention = schedule.tokens(length), attention_shares(schedule, length, self._causal)
-        return [
-            max(tokens[r] / length * self._model_s[r] for r in group.ranks)
-            + max(attention[r] * self._attention_s[r] for r in group.ranks)
-            for group in schedule.ring_groups
-        ]
+        tokens = schedule.tokens(length)
+        attention = attention_shares(schedule, length, self._causal)
+        times = []
+        for group in schedule.ring_groups:
+            model_s = max(tokens[rank] / length * self._model_s[rank] for rank in group.ranks)
+            attention_s = max(attention[rank] * self._attention_s[rank] for rank in group.ranks)
+            times.append(model_s + attention_s)
+        return times
 
     def _share_heads(self, group: Group) -> tuple[int, ...]:
         """One by one to the rank that has them done first."""
@@ -91,60 +98,74 @@ class ProportionalEstimate:
 
     def _between(self, target: Schedule, part: float) -> Schedule:
         """Tokens on the way from the present schedule to ``target``, heads as in the target."""
-        total = sum(group.weight for group in self._schedule.groups)
-        groups = tuple(
-            replace(
-                new,
-                tokens=tuple((1 - part) * a / total + part * b for a, b in zip(old.tokens, new.tokens, strict=True)),
-            )
-            for old, new in zip(self._schedule.groups, target.groups, strict=True)
-        )
-        return replace(target, groups=groups)
+        present_total = sum(group.weight for group in self._schedule.groups)
+
+        def mixed(present: Group, targeted: Group) -> Group:
+            pairs = zip(present.tokens, targeted.tokens, strict=True)
+            return replace(targeted, tokens=tuple((1 - part) * a / present_total + part * b for a, b in pairs))
+
+        return replace(target, groups=tuple(map(mixed, self._schedule.groups, target.groups)))
 
     def _fits(self, candidate: Schedule) -> bool:
         """Whether no rank's tokens, nor what its heads see of its group's tokens, grow beyond its memory."""
-        before, after = (_sizes(schedule, self._observation.length) for schedule in (self._schedule, candidate))
-        growth = dict(zip(self._schedule.ranks, self._observation.growth, strict=True))
-        return all(
-            new <= max(old * growth[rank], old)
-            for rank in growth
-            if growth[rank] < inf
-            for old, new in zip(before[rank], after[rank], strict=True)
-        )
+        before = _sizes(self._schedule, self._observation.length)
+        after = _sizes(candidate, self._observation.length)
+        for rank, growth in zip(self._schedule.ranks, self._observation.growth, strict=True):
+            for old, new in zip(before[rank], after[rank], strict=True):
+                if growth < inf and new > max(old * growth, old):
+                    return False
+        return True
 
 
 def attention_shares(schedule: Schedule, length: int, causal: bool) -> dict[int, float]:
-    """The part of all pairs of query, key and head that every rank computes."""
-    pairs = [
-        sum((b * (b + 1) - a * (a + 1)) if causal else 2 * length * (b - a) for a, b in chunks)
-        for chunks in schedule.chunks(length)
-    ]
-    unit = sum(pairs) * schedule.num_heads
-    return {
-        rank: own * heads / unit
-        for own, group in zip(pairs, schedule.ring_groups, strict=True)
-        for rank, heads in zip(group.ranks, group.heads, strict=True)
-    }
+    """The part of all pairs of query, key and head that every rank computes.
+
+    Query i of a causal sequence sees i + 1 keys, so the queries [a, b) see (b (b + 1) - a (a + 1)) / 2.
+    """
+
+    def twice_the_pairs(start: int, stop: int) -> int:
+        return stop * (stop + 1) - start * (start + 1) if causal else 2 * length * (stop - start)
+
+    pairs = [sum(twice_the_pairs(*chunk) for chunk in chunks) for chunks in schedule.chunks(length)]
+    all_pairs = sum(pairs) * schedule.num_heads
+    shares = {}
+    for group_pairs, group in zip(pairs, schedule.ring_groups, strict=True):
+        for rank, heads in zip(group.ranks, group.heads, strict=True):
+            shares[rank] = group_pairs * heads / all_pairs
+    return shares
 
 
 def _sizes(schedule: Schedule, length: int) -> dict[int, tuple[float, float]]:
-    """By rank: tokens that it holds, and tokens times heads that it attends with."""
+    """By rank: tokens that it holds, and its heads times its group's tokens, which it attends with."""
     tokens = schedule.tokens(length)
-    return {
-        rank: (tokens[rank], heads * sum(tokens[r] for r in group.ranks))
-        for group in schedule.groups
-        for rank, heads in zip(group.ranks, group.heads, strict=True)
-    }
+    sizes: dict[int, tuple[float, float]] = {}
+    for group in schedule.groups:
+        group_tokens = sum(tokens[rank] for rank in group.ranks)
+        for rank, heads in zip(group.ranks, group.heads, strict=True):
+            sizes[rank] = tokens[rank], heads * group_tokens
+    return sizes
 
 
 def _completed(observation: Observation) -> tuple[list[float], list[float]]:
-    """Costs of ranks that had no work of a kind: by that of the other kind, or else the mean over the ranks."""
-    flop, token = observation.attention_s_per_flop, observation.model_s_per_token
-    both = [a / c for a, c in zip(flop, token, strict=True) if a and c]
-    ratio = median(both) if both else None
+    """Seconds per FLOP of attention and per token of the rest, by rank, without gaps.
 
-    def completed(own: Sequence[float | None], other: Sequence[float | None], factor: float | None) -> list[float]:
-        known = fmean([x for x in own if x] or [1.0])
-        return [x or (y * factor if y and factor else known) for x, y in zip(own, other, strict=True)]
+    A rank that had no work of one kind gets its cost from the other kind, at the median ratio of both over the ranks;
+    one without any work the mean over the ranks.
+    """
+    s_per_flop, s_per_token = observation.attention_s_per_flop, observation.model_s_per_token
+    ratios = [flop / token for flop, token in zip(s_per_flop, s_per_token, strict=True) if flop and token]
+    ratio = median(ratios) if ratios else None
 
-    return completed(flop, token, ratio), completed(token, flop, ratio and 1 / ratio)
+    def completed(
+        costs: Sequence[float | None], other_costs: Sequence[float | None], factor: float | None
+    ) -> list[float]:
+        mean = fmean([cost for cost in costs if cost] or [1.0])
+
+        def completed_cost(cost: float | None, other: float | None) -> float:
+            if cost:
+                return cost
+            return other * factor if other and factor else mean
+
+        return list(map(completed_cost, costs, other_costs))
+
+    return completed(s_per_flop, s_per_token, ratio), completed(s_per_token, s_per_flop, ratio and 1 / ratio)
