@@ -2,11 +2,6 @@
 
 A few candidates are judged by their predicted time. They differ in how much more than the ideal time a unit or a node
 may take before a document is cut: slow networks get unequal nodes rather than crossings, fast ones the reverse.
-
-Moving shares of documents off the slowest bin, as long as that makes it faster and nobody as slow.
-
-A fragment of x tokens of a document of n tokens makes its bin receive the other n - x, however small x is. Dealing does
-not look at that, so a bin may wait for keys and values longer than it computes while another has time left.
 """
 
 from __future__ import annotations
@@ -18,13 +13,13 @@ from ds_hetero.errors import BatchError
 from ds_hetero.planner.document_search.bins import LEAST_FRAGMENT_TOKENS, Bins, water_fill
 from ds_hetero.planner.document_search.loads import Loads, ideal_s, loads_of
 from ds_hetero.planner.document_search.simple_placements import (
-    over_all_alike,
-    over_all_alike_at_least_s,
     over_all_units,
     over_all_units_s,
     over_one_node,
     over_one_node_at_least_s,
     over_one_node_s,
+    split_evenly_at_least_s,
+    split_evenly_over_all,
     whole,
 )
 from ds_hetero.planner.document_search.two_level import GOOD, Effort, node_bins, two_level
@@ -127,8 +122,8 @@ def _faster_baselines(lengths: Sequence[int], costs: UnitCosts, limit_s: float) 
     whole_s, pieces = whole(lengths, costs)
     if whole_s < limit_s:
         yield pieces
-    if over_all_alike_at_least_s(lengths, costs) < limit_s and len(lengths) * len(costs.token_s) <= MOST_WORK:
-        pieces = over_all_alike(lengths, costs)
+    if split_evenly_at_least_s(lengths, costs) < limit_s and len(lengths) * len(costs.token_s) <= MOST_WORK:
+        pieces = split_evenly_over_all(lengths, costs)
         loads = loads_of(lengths, pieces, costs)
         if loads.fits(costs) and loads.predicted_s < limit_s:
             yield pieces

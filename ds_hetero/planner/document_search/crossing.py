@@ -10,6 +10,7 @@ exchanging heads in the place of all this is `ds_hetero.planner.document_search.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ds_hetero.planner.document_search.unit_costs import Pieces, UnitCosts
@@ -57,56 +58,76 @@ def crossing_of(ring: Pieces, costs: UnitCosts) -> Crossing:
     by_node: dict[int, list[tuple[int, int]]] = {}
     for piece in ring:
         by_node.setdefault(costs.node[piece[0]], []).append(piece)
-    direct = _direct(list(by_node.values()))
+    holders = list(by_node.values())
+    direct = _direct(holders)
     if not costs.link_s:
         return Crossing(direct, False)
     largest = max(tokens for _, tokens in ring)
-    hop_s = max(largest * costs.receive_s[node] for node in by_node) * 2
+    # Proxies cost two hops more, inside the node that sends and inside the one that receives.
+    inside_s = max(largest * costs.receive_s[node] for node in by_node) * 2
 
-    def slowest_s(entering: dict[int, float]) -> float:
+    def slowest_link_s(entering: dict[int, float]) -> float:
         return max(tokens * costs.link_s[costs.node[unit]] for unit, tokens in entering.items())
 
-    best, best_s = Crossing(direct, False), slowest_s(direct)
-    proxied = _proxied(list(by_node.values()))
-    if slowest_s(proxied) + hop_s < WORTH_PROXIES * best_s:
-        best, best_s = Crossing(proxied, True), slowest_s(proxied) + hop_s
-    outside = _outside(ring, by_node, costs) if best_s > WORTH_OUTSIDERS_S else {}
-    if outside:
-        everyone = [sorted([*by_node[node], *((unit, 0) for unit in outside[node])]) for node in by_node]
-        proxied = _proxied(everyone)
-        if slowest_s(proxied) + hop_s < WORTH_PROXIES * best_s:
-            best = Crossing(proxied, True, tuple(unit for node in by_node for unit in outside[node]))
-    return best
+    fastest, fastest_s = Crossing(direct, False), slowest_link_s(direct)
+    over_holders = _proxied(holders)
+    over_holders_s = slowest_link_s(over_holders) + inside_s
+    if over_holders_s < WORTH_PROXIES * fastest_s:
+        fastest, fastest_s = Crossing(over_holders, True), over_holders_s
+    outsiders = _outsiders(ring, by_node, costs) if fastest_s > WORTH_OUTSIDERS_S else {}
+    if not outsiders:
+        return fastest
+    over_all = _proxied([sorted(by_node[node] + outsiders[node]) for node in by_node])
+    if slowest_link_s(over_all) + inside_s < WORTH_PROXIES * fastest_s:
+        proxies = chain.from_iterable(outsiders.values())
+        return Crossing(over_all, True, tuple(unit for unit, _ in proxies))
+    return fastest
 
 
-def _outside(ring: Pieces, nodes: Iterable[int], costs: UnitCosts) -> dict[int, list[int]]:
-    """By node of a document, the node's units that hold no token of it; empty where they all do."""
-    by_node = {node: costs.units_by_node[node] for node in nodes}
-    if sum(map(len, by_node.values())) == len(ring):
+def _outsiders(ring: Pieces, nodes: Iterable[int], costs: UnitCosts) -> dict[int, Pieces]:
+    """By node of a document, the node's units that hold none of it, with 0 tokens; empty where all hold some."""
+    units_by_node = {node: costs.units_by_node[node] for node in nodes}
+    if sum(map(len, units_by_node.values())) == len(ring):
         return {}
-    held = {unit for unit, _ in ring}
-    return {node: [unit for unit in units if unit not in held] for node, units in by_node.items()}
+    holders = {unit for unit, _ in ring}
+    outsiders: dict[int, Pieces] = {}
+    for node, units in units_by_node.items():
+        outsiders[node] = [(unit, 0) for unit in units if unit not in holders]
+    return outsiders
 
 
-def _direct(of_nodes: Sequence[Pieces]) -> dict[int, float]:
-    """Tokens that enter over every unit's link if the i-th unit of a node sends to the i-th of the next one."""
-    slots = max(map(len, of_nodes))
-    of_slot = [sum(pieces[i][1] for pieces in of_nodes if i < len(pieces)) for i in range(slots)]
+def _direct(pieces_by_node: Sequence[Pieces]) -> dict[int, float]:
+    """Tokens that enter over every unit's link if the i-th unit of a node sends to the i-th of the next one.
+
+    Blocks go round over all nodes, so a unit receives what its i-th partners hold. The first unit of a node also
+    receives for partners that the node lacks. Of units A (60 tokens) and B (40) of one node and C (100) of another,
+    A receives 100 from C, B nothing, and C 60 from A and 40 from B.
+    """
+    tokens_by_place = [0] * max(map(len, pieces_by_node))
+    for pieces in pieces_by_node:
+        for place, (_, tokens) in enumerate(pieces):
+            tokens_by_place[place] += tokens
     entering: dict[int, float] = {}
-    for pieces in of_nodes:
-        for (unit, tokens), total in zip(pieces, of_slot, strict=False):
+    for pieces in pieces_by_node:
+        for (unit, tokens), total in zip(pieces, tokens_by_place, strict=False):
             entering[unit] = total - tokens
-        entering[pieces[0][0]] += sum(of_slot[len(pieces) :])
+        first_unit, _ = pieces[0]
+        entering[first_unit] += sum(tokens_by_place[len(pieces) :])
     return entering
 
 
-def _proxied(of_nodes: Sequence[Pieces]) -> dict[int, float]:
-    """The same over proxies: in equal parts over as many links as the smaller of a node and the one before it has."""
-    length = sum(tokens for pieces in of_nodes for _, tokens in pieces)
+def _proxied(pieces_by_node: Sequence[Pieces]) -> dict[int, float]:
+    """Tokens that enter over every unit's link with proxies: equal parts over as many links as both nodes have.
+
+    Of units A (60 tokens) and B (40) of one node and C (100) of another, one link joins the nodes: A receives 100, C
+    receives 100, and B nothing.
+    """
+    length = sum(tokens for _, tokens in chain.from_iterable(pieces_by_node))
     entering: dict[int, float] = {}
-    for before, pieces in zip((of_nodes[-1], *of_nodes), of_nodes, strict=False):
-        proxies = min(len(before), len(pieces))
-        own = sum(tokens for _, tokens in pieces)
+    last = pieces_by_node[-1]  # nodes form a ring: the last one sends to the first
+    for sender, pieces in zip((last, *pieces_by_node), pieces_by_node, strict=False):
+        links = min(len(sender), len(pieces))
+        local_tokens = sum(tokens for _, tokens in pieces)
         for number, (unit, _) in enumerate(pieces):
-            entering[unit] = (length - own) / proxies if number < proxies else 0.0
+            entering[unit] = (length - local_tokens) / links if number < links else 0.0
     return entering

@@ -59,28 +59,29 @@ def place_remapped(
     lengths: Sequence[int], best: PlacedLengths, costs: UnitCosts, *, padding: int, min_cut_tokens: int
 ) -> Remapped:
     """The faster of ``best`` and one of attention alone with moved tokens. Raises `BatchError`: no memory."""
-    attention_s = tuple(
-        max(edge_s, LEAST_S * token_s) for edge_s, token_s in zip(costs.edges_s, costs.token_s, strict=True)
-    )
-    alone = place_lengths(
-        lengths, replace(costs, token_s=attention_s, edge_s=()), padding=padding, min_cut_tokens=min_cut_tokens
-    )
+    # Attention alone: a token costs what goes with its attention, and nothing outside it.
+    token_s = map(max, costs.edges_s, [LEAST_S * seconds for seconds in costs.token_s])
+    attention_costs = replace(costs, token_s=tuple(token_s), edge_s=())
+    alone = place_lengths(lengths, attention_costs, padding=padding, min_cut_tokens=min_cut_tokens)
     loads = loads_of(lengths, alone.pieces, costs).with_padding(alone.padding, costs)
-    return min((remapped(best, costs), remapped(replace(alone, loads=loads), costs)), key=lambda each: each.predicted_s)
+    options = remapped(best, costs), remapped(replace(alone, loads=loads), costs)
+    return min(options, key=lambda option: option.predicted_s)
 
 
 def remapped(placed: PlacedLengths, costs: UnitCosts) -> Remapped:
     """The same attention, with tokens moved so that linear layers take equal time on all units, if memory allows."""
     attended = placed.loads.tokens
     held = even_tokens(sum(attended), costs)
-    return Remapped(placed, held, moved_loads(placed.loads, held, remap(attended, held, costs.node, costs), costs))
+    transfers = remap(attended, held, costs.node, costs)
+    return Remapped(placed, held, moved_loads(placed.loads, held, transfers, costs))
 
 
 def least_remapped_s(lengths: Sequence[int], costs: UnitCosts, padding: int) -> float:
     """The bound of placements with moves: linear layers and attention perfectly even, moving free."""
     tokens, squares = sum(lengths) + padding, sum(map(mul, lengths, lengths))
-    speed, attention_speed = (sum(1 / s for s in seconds) for seconds in (costs.linear_s, costs.square_s))
-    return float(tokens / speed + squares / attention_speed)
+    tokens_per_s = sum(1 / seconds for seconds in costs.linear_s)
+    squares_per_s = sum(1 / seconds for seconds in costs.square_s)
+    return float(tokens / tokens_per_s + squares / squares_per_s)
 
 
 def moved_loads(loads: Loads, held: Sequence[int], transfers: Iterable[TokenTransfer], costs: UnitCosts) -> Loads:
@@ -120,40 +121,51 @@ def _moved_s(transfers: Iterable[TokenTransfer], costs: UnitCosts) -> float:
 def with_held_tokens(placement: Placement, held: Sequence[int], costs: UnitCosts) -> Placement:
     """The same attention; outside it units hold ``held`` tokens, shared by their ranks' weights."""
     schedule = placement.schedule
-    node_of = {rank: node for group, node in zip(schedule.ring_groups, costs.node, strict=True) for rank in group.ranks}
-    nodes, want = [node_of[rank] for rank in schedule.ranks], rank_tokens(schedule, held)
-    tokens: Counter[tuple[int, int]] = Counter()
-    for sender, receiver, count in remap(placement.rank_tokens, want, nodes, costs):
+    node_of_rank: dict[int, int] = {}
+    for group, node in zip(schedule.ring_groups, costs.node, strict=True):
+        node_of_rank.update(dict.fromkeys(group.ranks, node))
+    nodes = [node_of_rank[rank] for rank in schedule.ranks]
+    transfers = remap(placement.rank_tokens, rank_tokens(schedule, held), nodes, costs)
+    tokens: Counter[tuple[int, int]] = Counter()  # of a sender and a receiver
+    for sender, receiver, count in transfers:
         tokens[schedule.ranks[sender], schedule.ranks[receiver]] += count
     return placement.with_moves([TokenMove(*ranks, count) for ranks, count in tokens.items()])
 
 
 def loads_with_moves(loads: Loads, placement: Placement, costs: UnitCosts) -> Loads:
     """The loads of a placement with its moves. ``loads``: of ``placement.in_attention``."""
-    unit_of = {rank: unit for unit, group in enumerate(placement.schedule.ring_groups) for rank in group.ranks}
+    unit_of: dict[int, int] = {}
+    for unit, group in enumerate(placement.schedule.ring_groups):
+        unit_of.update(dict.fromkeys(group.ranks, unit))
     transfers = [TokenTransfer(unit_of[move.attends], unit_of[move.holds], move.tokens) for move in placement.moves]
     held = [placement.group_tokens(unit) for unit in range(len(costs.token_s))]
     return moved_loads(loads, held, transfers, costs)
 
 
 def remap(have: Sequence[int], want: Sequence[int], node: Sequence[int], costs: UnitCosts) -> list[TokenTransfer]:
-    """Who sends how many tokens to whom; all keep ``min(have, want)`` of their own; both sums are the same."""
+    """Who sends how many tokens to whom; all keep ``min(have, want)`` of their own; both sums are the same.
+
+    On two nodes (A, B) and (C, D) that have 10, 0, 6 and 0 tokens and want 4 each, A has 6 too many and C 2. Inside
+    their nodes A sends 4 to B and C 2 to D; then A sends the other 2 to D.
+    """
     assert sum(have) == sum(want), (have, want)
     surplus = [a - b for a, b in zip(have, want, strict=True)]
     _, sends = least_remap_s(surplus, node, *link_s(costs))
-    matched = _matched(surplus, node)
     by_node = members_by_node(tuple(node))
-    inside = [0] * len(have)
-    for count, members in zip(map(round, matched), by_node, strict=True):
-        if count:
-            for index, tokens in zip(members, share(count, [sends[index] for index in members]), strict=True):
-                inside[index] = min(tokens, max(surplus[index], 0))
+    # Whole tokens that every unit sends inside its node, in proportion to what the program says.
+    sends_inside = [0] * len(have)
+    for tokens_matched, members in zip(map(round, _matched(surplus, node)), by_node, strict=True):
+        if not tokens_matched:
+            continue
+        shares = share(tokens_matched, [sends[index] for index in members])
+        for index, tokens in zip(members, shares, strict=True):
+            sends_inside[index] = min(tokens, max(surplus[index], 0))
     lacks = [max(-extra, 0) for extra in surplus]
-    transfers = []
+    transfers: list[TokenTransfer] = []
     for members in by_node:
-        transfers += list(_match(((index, inside[index]) for index in members), members, lacks))
-    rest = ((index, max(extra, 0) - sent) for index, (extra, sent) in enumerate(zip(surplus, inside, strict=True)))
-    return transfers + list(_match(rest, range(len(have)), lacks))
+        transfers += _match([(index, sends_inside[index]) for index in members], members, lacks)
+    rest = [max(extra, 0) - sent for extra, sent in zip(surplus, sends_inside, strict=True)]
+    return [*transfers, *_match(enumerate(rest), range(len(have)), lacks)]
 
 
 def least_remap_s(
@@ -235,15 +247,16 @@ def _fits(
     return all(need <= most * ROUNDING for need, most in zip(needed, matched, strict=True))
 
 
-def _match(gives: Iterator[tuple[int, int]], receivers: Sequence[int], lacks: list[int]) -> Iterator[TokenTransfer]:
+def _match(gives: Iterable[tuple[int, int]], receivers: Sequence[int], lacks: list[int]) -> Iterator[TokenTransfer]:
     """Send what units give to those that lack tokens, both in order; ``lacks`` goes down."""
-    at = 0
+    place = 0  # of the receiver whose turn it is
     for sender, tokens in gives:
-        while tokens and at < len(receivers):
-            receiver = receivers[at]
+        while tokens and place < len(receivers):
+            receiver = receivers[place]
             count = min(tokens, lacks[receiver])
             if count:
                 yield TokenTransfer(sender, receiver, count)
                 tokens -= count
                 lacks[receiver] -= count
-            at += not lacks[receiver]
+            if not lacks[receiver]:
+                place += 1

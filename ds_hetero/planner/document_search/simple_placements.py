@@ -24,29 +24,40 @@ def over_all_units_s(lengths: Sequence[int], costs: UnitCosts) -> float:
     return _shared_s(range(len(costs.token_s)), lengths, costs, crossing=costs.num_nodes > 1)
 
 
-def over_all_alike(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
-    """Every document over all units in equal parts, the shortest ones whole: the best where receiving decides."""
-    count = len(costs.token_s)
-    held, placed = [0] * count, list[Pieces]()
+def split_evenly_over_all(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
+    """Every document over all units in equal parts: the best placement where receiving decides.
+
+    Documents too short for parts of `LEAST_FRAGMENT_TOKENS` stay whole, each on the unit with the fewest tokens.
+    """
+    num_units = len(costs.token_s)
+    tokens_by_unit = [0] * num_units
+    placed: list[Pieces] = []
     for length in lengths:
-        least = min(range(count), key=held.__getitem__)
-        is_short = length < count * LEAST_FRAGMENT_TOKENS
-        tokens = [length * (unit == least) for unit in range(count)] if is_short else share(length, [1.0] * count)
-        held = [before + more for before, more in zip(held, tokens, strict=True)]
-        placed.append([(unit, more) for unit, more in enumerate(tokens) if more])
+        if length < num_units * LEAST_FRAGMENT_TOKENS:
+            pieces = [(min(range(num_units), key=tokens_by_unit.__getitem__), length)]
+        else:
+            pieces = list(enumerate(share(length, [1.0] * num_units)))
+        for unit, tokens in pieces:
+            tokens_by_unit[unit] += tokens
+        placed.append([(unit, tokens) for unit, tokens in pieces if tokens])
     return placed
 
 
-def over_all_alike_at_least_s(lengths: Sequence[int], costs: UnitCosts) -> float:
-    """A bound below `over_all_alike`: its documents that are cut, links between nodes free, less their rounding."""
+def split_evenly_at_least_s(lengths: Sequence[int], costs: UnitCosts) -> float:
+    """A bound below the time of `split_evenly_over_all`.
+
+    It counts the documents that are cut alone, with links between nodes free, less what rounding to whole tokens may
+    take from a fragment.
+    """
     part = 1 / len(costs.token_s)
-    cut = [length for length in lengths if length * part >= LEAST_FRAGMENT_TOKENS]
-    tokens, squares = sum(cut), sum(map(mul, cut, cut))
-    own_squares = squares * part + (costs.fragment_rows * tokens if part < 1 else 0)
-    slowest_s: float = max(
-        tokens * part * token_s + max(own_squares * square_s, tokens * (1 - part) * costs.receive_s[node])
-        for token_s, square_s, node in zip(costs.token_s, costs.square_s, costs.node, strict=True)
-    )
+    cut_lengths = [length for length in lengths if length * part >= LEAST_FRAGMENT_TOKENS]
+    tokens, squares = sum(cut_lengths), sum(map(mul, cut_lengths, cut_lengths))
+    unit_squares = squares * part + (costs.fragment_rows * tokens if part < 1 else 0)
+    slowest_s = 0.0
+    for token_s, square_s, node in zip(costs.token_s, costs.square_s, costs.node, strict=True):
+        attention_s = unit_squares * square_s
+        received_s = tokens * (1 - part) * costs.receive_s[node]
+        slowest_s = max(slowest_s, tokens * part * token_s + max(attention_s, received_s))
     return slowest_s * (1 - 1 / LEAST_FRAGMENT_TOKENS)
 
 
@@ -79,7 +90,9 @@ def over_one_node(lengths: Sequence[int], by_node: Sequence[Sequence[int]], cost
 
 
 def over_one_node_s(lengths: Sequence[int], nodes: Bins, costs: UnitCosts) -> tuple[float, list[list[int]]]:
-    """Documents dealt whole to nodes, longest first: the time of `over_one_node` (or infinity), and who holds what.
+    """Deal documents whole to nodes, longest first; return the time of `over_one_node` and documents by node.
+
+    The time is infinite, and no documents are returned, where a node's memory does not suffice.
 
     Args:
         nodes: empty bins, one per node, with the speed of all its units.
@@ -98,22 +111,28 @@ def over_one_node_s(lengths: Sequence[int], nodes: Bins, costs: UnitCosts) -> tu
 
 
 def over_one_node_at_least_s(lengths: Sequence[int], costs: UnitCosts) -> float:
-    """A bound below every `over_one_node_s`: perfect balance, and what cutting every document adds on average."""
+    """A bound below every `over_one_node_s`: perfect balance, and what cutting every document adds on average.
+
+    Speed is batches per second: of one unit, the inverse of the time it would take for all documents alone.
+    """
     tokens, squares = sum(lengths), sum(map(mul, lengths, lengths))
-    speed, added = 0.0, float("inf")
+    speed, least_added_share = 0.0, float("inf")
     for units in costs.units_by_node:
         speeds = [1 / (tokens * costs.token_s[unit] + squares * costs.square_s[unit]) for unit in units]
-        cut_s = (v * costs.square_s[unit] for v, unit in zip(speeds, units, strict=True))
-        added = min(added, costs.fragment_rows * tokens * fsum(cut_s) if len(units) > 1 else 0.0)
         speed += fsum(speeds)
-    return (1 + added) / speed
+        if len(units) == 1:  # documents stay whole on it
+            least_added_share = min(least_added_share, 0.0)
+            continue
+        cut_s = (unit_speed * costs.square_s[unit] for unit_speed, unit in zip(speeds, units, strict=True))
+        least_added_share = min(least_added_share, costs.fragment_rows * tokens * fsum(cut_s))
+    return (1 + least_added_share) / speed
 
 
 def _shares(units: Sequence[int], costs: UnitCosts) -> list[float]:
     """Share of every unit in a document: in proportion to its speed outside attention, 0 without memory."""
     speeds = [1 / costs.token_s[unit] if costs.most_tokens[unit] else 0.0 for unit in units]
-    whole = fsum(speeds)
-    return [speed / whole for speed in speeds]
+    total = fsum(speeds)
+    return [speed / total for speed in speeds]
 
 
 def _over(units: Sequence[int], length: int, costs: UnitCosts) -> Pieces:
@@ -127,19 +146,20 @@ def _shared_s(units: Sequence[int], lengths: Sequence[int], costs: UnitCosts, *,
         return float("inf") if lengths else 0.0
     tokens, squares = sum(lengths), sum(map(mul, lengths, lengths))
     shares = _shares(units, costs)
-    of_node = [0.0] * costs.num_nodes
+    share_of_node = [0.0] * costs.num_nodes
     for unit, part in zip(units, shares, strict=True):
-        of_node[costs.node[unit]] += part
+        share_of_node[costs.node[unit]] += part
     slowest_s = 0.0
     for unit, part in zip(units, shares, strict=True):
         node = costs.node[unit]
         if part and tokens * part + len(lengths) > costs.most_tokens[unit]:  # every document is rounded by itself
             return float("inf")
-        attention_s = (squares * part + (costs.fragment_rows * tokens if 0 < part < 1 else 0)) * costs.square_s[unit]
+        fragment_squares = costs.fragment_rows * tokens if 0 < part < 1 else 0
+        attention_s = (squares * part + fragment_squares) * costs.square_s[unit]
         received_s = tokens * (1 - part) * costs.receive_s[node] if part else 0.0
         if crossing:
-            received_s = max(received_s, tokens * (1 - of_node[node]) * costs.cross_s[node])
-        block_s = tokens * part * costs.token_s[unit] + (attention_s if attention_s > received_s else received_s)
-        if block_s > slowest_s:
-            slowest_s = block_s
+            received_s = max(received_s, tokens * (1 - share_of_node[node]) * costs.cross_s[node])
+        # What is received hides under attention, as far as attention lasts.
+        block_s = tokens * part * costs.token_s[unit] + max(attention_s, received_s)
+        slowest_s = max(slowest_s, block_s)
     return slowest_s

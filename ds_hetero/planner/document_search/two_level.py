@@ -36,37 +36,45 @@ def two_level(
         effort: how much more than the ideal time a unit and a node may take.
         least_tokens: fragments are this long where possible.
     """
-    units = costs.units_by_node
-    nodes = node_bins(costs)
-    longest_first = [lengths[j] for j in order]
-    parts = list(map(DocumentPart, order, longest_first, longest_first))
-    if len(units) == 1:
-        by_node: list[Pieces] | None = [[(0, tokens)] for tokens in longest_first]
-    else:
-        fragment = max(least_tokens, min(4 * least_tokens, sum(lengths) // len(units) // 64))
-        by_node = deal(parts, nodes, bound_s * (1 + effort.node_slack), fragment)
-    if by_node is None:
+    units_by_node = costs.units_by_node
+    parts = [DocumentPart(document, lengths[document], lengths[document]) for document in order]
+    pieces_by_part = _on_nodes(parts, costs, bound_s, effort, least_tokens)
+    if pieces_by_part is None:
         return None
-    if len(units) > 1:
-        # Attention of a node is that of its units together, so what it receives counts per unit.
-        rebalance(parts, by_node, nodes, costs.cross_s, bound_s * GOOD)
-    inside, across = _parts_by_node(parts, by_node, len(units))
+    inside, across = _parts_by_node(parts, pieces_by_part, len(units_by_node))
     placed: list[Pieces] = [[] for _ in lengths]
-    for node, of_node in enumerate(units):
+    for node, units in enumerate(units_by_node):
         bins = Bins(
-            token_s=[costs.token_s[unit] for unit in of_node],
-            square_s=[costs.square_s[unit] for unit in of_node],
-            room=[costs.most_tokens[unit] for unit in of_node],
+            token_s=[costs.token_s[unit] for unit in units],
+            square_s=[costs.square_s[unit] for unit in units],
+            room=[costs.most_tokens[unit] for unit in units],
         )
         budget_s = bound_s * (1 + effort.unit_slack)
-        of_parts = _inside(bins, across[node], inside[node], budget_s, least_tokens, effort.widen)
-        if of_parts is None:
+        pieces_in_node = _inside(bins, across[node], inside[node], budget_s, least_tokens, effort.widen)
+        if pieces_in_node is None:
             return None
-        for (document, _, _), pieces in zip((*across[node], *inside[node]), of_parts, strict=True):
-            of_document = placed[document]
-            for i, tokens in pieces:
-                of_document.append((of_node[i], tokens))
+        for part, pieces in zip((*across[node], *inside[node]), pieces_in_node, strict=True):
+            placed[part.document] += [(units[i], tokens) for i, tokens in pieces]
     return placed
+
+
+def _on_nodes(
+    parts: Sequence[DocumentPart], costs: UnitCosts, bound_s: float, effort: Effort, least_tokens: int
+) -> list[Pieces] | None:
+    """Nodes of every document with their tokens; None if their memory does not suffice."""
+    num_nodes = costs.num_nodes
+    if num_nodes == 1:
+        return [[(0, part.tokens)] for part in parts]
+    nodes = node_bins(costs)
+    total_tokens = sum(part.tokens for part in parts)
+    # Fragments on nodes are cut again over units: longer ones where the batch allows, up to four times as long, and at
+    # most a 64th of what a node gets on average. Chosen, never measured alone.
+    least_on_node = max(least_tokens, min(4 * least_tokens, total_tokens // num_nodes // 64))
+    by_node = deal(parts, nodes, bound_s * (1 + effort.node_slack), least_on_node)
+    if by_node is not None:
+        # Attention of a node is that of its units together, so what it receives counts per unit.
+        rebalance(parts, by_node, nodes, costs.cross_s, bound_s * GOOD)
+    return by_node
 
 
 def _parts_by_node(
@@ -114,19 +122,19 @@ def _inside(
         least_tokens: fragments are this long where possible.
         widen: rings have so many times the units that they need.
     """
-    ring = range(len(bins.token_s))
+    units = range(len(bins.token_s))
     placed = []
-    for _, length, tokens in across:
-        pieces = bins.fill(ring, length, tokens)
+    for part in across:
+        pieces = bins.fill(units, part.length, part.tokens)
         if pieces is None:
             return None
         placed.append(pieces)
-    per_token, per_square = 1 / fsum(1 / s for s in bins.token_s), 1 / fsum(1 / s for s in bins.square_s)
+    # The node's work at perfect balance: a budget below it would cut documents that have to be computed anyway.
     tokens, squares = 0, 0
-    for _, length, held in (*across, *inside):
-        tokens += held
-        squares += held * length
-    work_s = tokens * per_token + squares * per_square
+    for part in (*across, *inside):
+        tokens += part.tokens
+        squares += part.tokens * part.length
+    work_s = tokens * _together(bins.token_s, units) + squares * _together(bins.square_s, units)
     dealt = deal(inside, bins, max(budget_s, work_s), least_tokens, widen)
     return None if dealt is None else placed + dealt
 

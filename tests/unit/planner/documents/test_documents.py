@@ -20,7 +20,12 @@ from ds_hetero.planner.document_search.bins import Bins
 from ds_hetero.planner.document_search.candidates import place_lengths
 from ds_hetero.planner.document_search.loads import ideal_s, loads_of
 from ds_hetero.planner.document_search.placement_loads import placement_loads, stream_loads
-from ds_hetero.planner.document_search.simple_placements import over_all_alike, over_all_units_s, over_one_node_s, whole
+from ds_hetero.planner.document_search.simple_placements import (
+    over_all_units_s,
+    over_one_node_s,
+    split_evenly_over_all,
+    whole,
+)
 from ds_hetero.planner.document_search.two_level import node_bins
 from ds_hetero.planner.documents import DocumentPlacer, UnitCosts, place_documents, unit_costs
 from ds_hetero.planner.documents.length_distributions import DISTRIBUTIONS
@@ -119,7 +124,7 @@ def test_the_prediction_is_never_above_that_of_the_stream_or_of_simple_placement
         assert predicted_s <= whole_s * (1 + 1e-9)
         if pieces:
             assert whole_s == pytest.approx(loads_of(lengths, pieces, costs).predicted_s)
-        loads = loads_of(lengths, over_all_alike(lengths, costs), costs)
+        loads = loads_of(lengths, split_evenly_over_all(lengths, costs), costs)
         if all(tokens <= most for tokens, most in zip(loads.tokens, costs.most_tokens, strict=True)):
             assert predicted_s <= loads.predicted_s * (1 + 1e-9)
     if length >= schedule.sp_size:
