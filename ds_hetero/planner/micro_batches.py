@@ -13,7 +13,7 @@ times that occur, and a bit set of reachable sums tells whether the replicas can
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_hetero.cluster.topology import Cluster
@@ -58,16 +58,18 @@ def plan_replicas(
     expect_whole_number("global_batch", global_batch, 1, MAX_BATCH, PlanError)
     work = replace(workload, micro_batch=1, micro_batches=1, data_parallel=len(clusters))
     plans = tuple(plan(cluster, model, work, cost_model=cost_model, layout=layout) for cluster in clusters)
-    times = [
-        _times(cluster, model, work, planned.schedule, global_batch, cost_model)
-        for cluster, planned in zip(clusters, plans, strict=True)
-    ]
+    times = []
+    schedules = []
+    first_rank = 0
+    for cluster, planned in zip(clusters, plans, strict=True):
+        times.append(_times(cluster, model, work, planned.schedule, global_batch, cost_model))
+        schedules.append(planned.schedule.shifted(first_rank))
+        first_rank += cluster.num_ranks
     lockstep = workload.zero_stage >= 2
     split = split_batch(times, global_batch, lockstep=lockstep)
-    firsts = [sum(cluster.num_ranks for cluster in clusters[:i]) for i in range(len(clusters))]
     return ReplicasPlan(
         plans=plans,
-        schedules=tuple(planned.schedule.shifted(first) for planned, first in zip(plans, firsts, strict=True)),
+        schedules=tuple(schedules),
         split=split,
         step_s=_step_s(times, split, lockstep),
         busy_s=_busy_s(times, split),
@@ -82,34 +84,45 @@ def split_batch(times: Sequence[Sequence[float]], global_batch: int, *, lockstep
         times: seconds of one micro-batch of 1, 2, ... samples, by replica; as many as fit into its memory.
         lockstep: replicas wait for each other in every micro-batch.
     """
-    best: tuple[float, int, BatchSplit] | None = None
-    for steps in range(1, global_batch + 1):
-        if global_batch % steps:
-            continue
-        if lockstep:
-            options = [{b: (t * steps, steps) for b, t in enumerate(of_replica, 1)} for of_replica in times]
-            filled = _fill(options, global_batch // steps)
-        elif steps > 1:
-            break
-        else:
-            filled = _fill([_counts(of_replica, global_batch) for of_replica in times], global_batch)
-        if filled is None:
-            continue
-        samples, chosen = filled
-        counts = tuple(count for _, count in chosen)
-        sizes = tuple(n if lockstep else n // count for n, count in zip(samples, counts, strict=True))
-        split = BatchSplit(micro_batch_sizes=sizes, micro_batches=counts)
-        candidate = max(time for time, _ in chosen), split.micro_steps, split
-        if best is None or candidate[:2] < best[:2]:
-            best = candidate
-    if best is None:
+    splits = list(_lockstep_splits(times, global_batch) if lockstep else _free_splits(times, global_batch))
+    if not splits:
         raise PlanError(
             f"{len(times)} replicas that hold at most {[len(of_replica) for of_replica in times]} samples at a time "
             f"cannot make up a global batch of {global_batch}"
             f"{' in equally many micro-batches, as ZeRO 2 and 3 need them' if lockstep else ''}. "
             "Change the global batch, or the clusters of the replicas."
         )
-    return best[2]
+    _, split = min(splits, key=lambda timed: (timed[0], timed[1].micro_steps))
+    return split
+
+
+def _free_splits(times: Sequence[Sequence[float]], global_batch: int) -> Iterator[tuple[float, BatchSplit]]:
+    """The best split of replicas that wait for each other once a step, and its time; nothing if there is none."""
+    filled = _fill([_counts(of_replica, global_batch) for of_replica in times], global_batch)
+    if filled is None:
+        return
+    samples, chosen = filled
+    counts = tuple(count for _, count in chosen)
+    sizes = tuple(number // count for number, count in zip(samples, counts, strict=True))
+    yield max(seconds for seconds, _ in chosen), BatchSplit(micro_batch_sizes=sizes, micro_batches=counts)
+
+
+def _lockstep_splits(times: Sequence[Sequence[float]], global_batch: int) -> Iterator[tuple[float, BatchSplit]]:
+    """The best split into every number of micro-batches that divides the batch, alike for all replicas, and its time.
+
+    A global batch of 12 in 3 micro-batches: sizes that sum to 4 over the replicas.
+    """
+    for steps in range(1, global_batch + 1):
+        if global_batch % steps:
+            continue
+        options = []
+        for of_replica in times:
+            options.append({size: (seconds * steps, steps) for size, seconds in enumerate(of_replica, 1)})
+        filled = _fill(options, global_batch // steps)
+        if filled is not None:
+            sizes, chosen = filled
+            split = BatchSplit(micro_batch_sizes=tuple(sizes), micro_batches=(steps,) * len(sizes))
+            yield max(seconds for seconds, _ in chosen), split
 
 
 Option = tuple[float, int]
@@ -129,15 +142,24 @@ def _fill(options: Sequence[Mapping[int, Option]], total: int) -> tuple[list[int
     """One number per replica that sum to ``total``, with the least of the largest time; None if there are none."""
     if not all(options):
         return None
-    limits = sorted({time for of_replica in options for time, _ in of_replica.values()})
-    first = bisect_left(limits, True, key=lambda limit: bool(_reachable(options, total, limit)[-1] >> total & 1))
+    all_times = (seconds for of_replica in options for seconds, _ in of_replica.values())
+    limits = sorted(set(all_times))
+
+    def reaches_total(limit: float) -> bool:
+        return bool(_reachable(options, total, limit)[-1] >> total & 1)
+
+    first = bisect_left(limits, True, key=reaches_total)
     if first == len(limits):
         return None
+    # Numbers from the last replica back: of those whose rest the replicas before it can reach, the fastest.
     limit, samples, rest = limits[first], [], total
     reachable = _reachable(options, total, limit)
     for i in range(len(options) - 1, -1, -1):
-        fitting = (n for n, (time, _) in options[i].items() if time <= limit and n <= rest)
-        _, number = min((options[i][n], n) for n in fitting if reachable[i] >> (rest - n) & 1)
+        candidates = []
+        for number, option in options[i].items():
+            if option[0] <= limit and number <= rest and reachable[i] >> (rest - number) & 1:
+                candidates.append((option, number))
+        _, number = min(candidates)
         samples.append(number)
         rest -= number
     samples.reverse()
@@ -178,14 +200,12 @@ def _busy_s(times: Sequence[Sequence[float]], split: BatchSplit) -> tuple[float,
 def _step_s(times: Sequence[Sequence[float]], split: BatchSplit, lockstep: bool) -> float:
     if not lockstep:
         return max(_busy_s(times, split))
-    return sum(
-        max(
-            of_replica[size - 1]
-            for of_replica, size, count in zip(times, split.micro_batch_sizes, split.micro_batches, strict=True)
-            if count > step
-        )
-        for step in range(split.micro_steps)
-    )
+    # In lockstep a micro-batch lasts as long as that of the slowest replica that still has one.
+    replicas = list(zip(times, split.micro_batch_sizes, split.micro_batches, strict=True))
+    slowest_s = []
+    for step in range(split.micro_steps):
+        slowest_s.append(max(of_replica[size - 1] for of_replica, size, count in replicas if count > step))
+    return sum(slowest_s)
 
 
 def _even_s(times: Sequence[Sequence[float]], global_batch: int, lockstep: bool) -> float | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from math import inf
 from typing import NamedTuple
 
-from ds_hetero.cost.price import Objective
+from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.stage import NO_SYNC, DeviceBlock, PlacedPipeline, StageCosts, SyncTimes
 from ds_hetero.planner.pipeline_search.batches import batch_bound_s, split_global_batch
 from ds_hetero.planner.pipeline_search.cuts import LayerCut, LayerCuts
@@ -61,7 +62,7 @@ class PlanCandidate:
     @property
     def num_devices(self) -> int:
         """Devices with work."""
-        return sum(block.size for shape in self.shapes for block in shape.blocks)
+        return sum(block.size for block in _all_blocks(self.shapes))
 
 
 class Evaluator:
@@ -117,7 +118,7 @@ class Evaluator:
     def _judge(
         self, shapes: tuple[Shape, ...], cuts: list[LayerCut], sizes: list[int], rate: float
     ) -> PlanCandidate | None:
-        counts = split_global_batch([cut.fill_s for cut in cuts], [cut.period_s for cut in cuts], sizes, self.samples)
+        counts = self._split(cuts, sizes)
         if counts is None:
             return None
         # Cuts were chosen for an average number of micro-batches; now the numbers are known.
@@ -125,16 +126,19 @@ class Evaluator:
             self.cuts.best(shape.blocks, shape.micro_batch_size, len(shapes), number) or cut
             for shape, number, cut in zip(shapes, counts, cuts, strict=True)
         ]
-        best = self._finish(shapes, cuts, counts, rate, self._sync(shapes, cuts, counts))
+        plans = [self._finish(shapes, cuts, counts, rate, self._sync(shapes, cuts, counts))]
         if any(new is not old for new, old in zip(again, cuts, strict=True)):
             sync = self._sync(shapes, again, counts)
-            best = min(best, self._finish(shapes, again, counts, rate, sync), key=lambda plan: plan.value)
-            moved = split_global_batch(
-                [cut.fill_s for cut in again], [cut.period_s for cut in again], sizes, self.samples
-            )
+            plans.append(self._finish(shapes, again, counts, rate, sync))
+            # Other layers may want other micro-batches; gradients take the same time, since they know layers alone.
+            moved = self._split(again, sizes)
             if moved is not None and moved != counts:
-                best = min(best, self._finish(shapes, again, moved, rate, sync), key=lambda plan: plan.value)
-        return best
+                plans.append(self._finish(shapes, again, moved, rate, sync))
+        return min(plans, key=lambda plan: plan.value)
+
+    def _split(self, cuts: Sequence[LayerCut], sizes: Sequence[int]) -> list[int] | None:
+        """Micro-batches of every pipeline; None if none make up the global batch."""
+        return split_global_batch([cut.fill_s for cut in cuts], [cut.period_s for cut in cuts], sizes, self.samples)
 
     def _sync(self, shapes: Sequence[Shape], cuts: Sequence[LayerCut], counts: Sequence[int]) -> SyncTimes:
         self.spent_s += self._fit_s
@@ -195,7 +199,7 @@ def judge(
     last = max(times, key=lambda cut: times[cut])
     sync = costs.sync_times(place_blocks(shapes, cuts, micro_batches))
     step_s = costs.step_s(times[last], sync, last.overlap_s)
-    rate = sum(block.total(objective.per_s) for shape in shapes for block in shape.blocks)
+    rate = sum(block.total(objective.per_s) for block in _all_blocks(shapes))
     return PlanCandidate(
         shapes=tuple(shapes),
         cuts=tuple(cuts),
@@ -211,13 +215,19 @@ def place_blocks(
     shapes: Sequence[Shape], cuts: Sequence[LayerCut], counts: Sequence[int]
 ) -> tuple[PlacedPipeline, ...]:
     """Put shapes, layers and micro-batches together."""
-    together = zip(shapes, cuts, counts, strict=True)
-    return tuple(PlacedPipeline(s.blocks, cut.layers, s.micro_batch_size, number) for s, cut, number in together)
+    return tuple(
+        PlacedPipeline(shape.blocks, cut.layers, shape.micro_batch_size, number)
+        for shape, cut, number in zip(shapes, cuts, counts, strict=True)
+    )
+
+
+def _all_blocks(shapes: Sequence[Shape]) -> Iterator[DeviceBlock]:
+    return chain.from_iterable(shape.blocks for shape in shapes)
 
 
 def value_of(objective: Objective, plan: PlanCandidate, step_s: float) -> float:
     """Value of the objective for a plan whose step takes ``step_s``."""
-    rate = sum(block.total(objective.per_s) for shape in plan.shapes for block in shape.blocks)
+    rate = sum(block.total(objective.per_s) for block in _all_blocks(plan.shapes))
     return objective.value(step_s, rate, busy_rate(objective, plan.shapes, plan.cuts, plan.micro_batches))
 
 
@@ -225,8 +235,8 @@ def busy_rate(objective: Objective, shapes: Sequence[Shape], cuts: Sequence[Laye
     """Sum over devices of `Objective.per_busy_s` x the seconds that they compute."""
     if not any(objective.per_busy_s):
         return 0.0
-    return sum(
-        number * block.total(objective.per_busy_s) * (forward + backward)
-        for shape, cut, number in zip(shapes, cuts, counts, strict=True)
-        for block, forward, backward in zip(shape.blocks, cut.forward_s, cut.backward_s, strict=True)
-    )
+    rates = []
+    for shape, cut, number in zip(shapes, cuts, counts, strict=True):
+        for block, forward_s, backward_s in zip(shape.blocks, cut.forward_s, cut.backward_s, strict=True):
+            rates.append(number * block.total(objective.per_busy_s) * (forward_s + backward_s))
+    return sum(rates)

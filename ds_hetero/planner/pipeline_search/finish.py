@@ -49,20 +49,19 @@ class Finished:
 
 def finish(costs: StageCosts, candidate: PlanCandidate) -> Finished:
     """Choose micro-batches in flight (a published cost model knows 1F1B's alone), and time every pipeline."""
-    count, pairs = len(candidate.shapes), list(zip(candidate.cuts, candidate.micro_batches, strict=True))
-    known = {
-        (cut, number): (default_in_flight(len(cut.layers)), costs.pipeline_s(*cut.times, number))
-        for cut, number in dict.fromkeys(pairs)
-    }
+    pairs = list(zip(candidate.cuts, candidate.micro_batches, strict=True))
+    choices: dict[tuple[LayerCut, int], tuple[tuple[int, ...], float]] = {}  # in flight, and the pipeline's time
+    for cut, number in dict.fromkeys(pairs):
+        choices[cut, number] = default_in_flight(len(cut.layers)), costs.pipeline_s(*cut.times, number)
+    # Owners by weight get the memory that 1F1B's own number leaves, and published cost models know that number alone.
     if costs.owners == "even":
-        late_s = NEAR_CRITICAL_FRACTION * max(seconds for _, seconds in known.values())
+        late_s = NEAR_CRITICAL_FRACTION * max(seconds for _, seconds in choices.values())
         for (cut, number), shape in dict(zip(pairs, candidate.shapes, strict=True)).items():
-            seconds = known[cut, number][1]
+            _, seconds = choices[cut, number]
             if seconds >= late_s:
-                known[cut, number] = _best_in_flight(
-                    costs, cut, number, most_in_flight(costs, shape, cut, count), seconds
-                )
-    chosen = [known[pair] for pair in pairs]
+                most = most_in_flight(costs, shape, cut, len(candidate.shapes))
+                choices[cut, number] = _best_in_flight(costs, cut, number, most, seconds)
+    chosen = [choices[pair] for pair in pairs]
     times = [seconds for _, seconds in chosen]
     last = candidate.cuts[times.index(max(times))]
     return Finished(
@@ -75,8 +74,9 @@ def finish(costs: StageCosts, candidate: PlanCandidate) -> Finished:
 
 def most_in_flight(costs: StageCosts, shape: Shape, cut: LayerCut, pipelines: int) -> tuple[int, ...]:
     """Micro-batches in flight that fit into the memory of every stage, not rising from stage to stage."""
-    options, last = stage_options(costs, shape.blocks, shape.micro_batch_size, pipelines), len(cut.layers) - 1
+    options = stage_options(costs, shape.blocks, shape.micro_batch_size, pipelines)
     assert options is not None
+    last = len(cut.layers) - 1
     most = []
     for j, (option, layers) in enumerate(zip(options, cut.layers, strict=True)):
         most.append(max(last + 1 - j, option.most_in_flight(layers, j == 0, j == last)))
@@ -86,50 +86,62 @@ def most_in_flight(costs: StageCosts, shape: Shape, cut: LayerCut, pipelines: in
 def _best_in_flight(
     costs: StageCosts, cut: LayerCut, micro_batches: int, most: Sequence[int], default_s: float
 ) -> tuple[tuple[int, ...], float]:
+    """Micro-batches in flight by stage, and the pipeline's time with them.
+
+    Four stages have 4, 3, 2 and 1 by default. With one more each they have 5, 4, 3 and 1, since the last stage goes
+    backward at once: a hop of the length of a forward is then hidden, for one micro-batch's activations more.
+
+    Args:
+        most: what memory allows, by stage.
+    """
     default = default_in_flight(len(cut.layers))
-    best = default, default_s
+    if most == default:
+        return default, default_s
+    best, best_s = default, default_s
     for more in MORE_IN_FLIGHT:
-        raised = tuple(min(number + more, limit, micro_batches) for number, limit in zip(default, most, strict=True))
-        raised = (*(max(number, own) for number, own in zip(raised[:-1], default, strict=False)), 1)
-        if raised == default or most == default:
+        raised = []
+        for number, limit in zip(default[:-1], most[:-1], strict=True):
+            raised.append(max(min(number + more, limit, micro_batches), number))
+        in_flight = (*raised, 1)
+        if in_flight == default:
             continue
-        seconds = costs.pipeline_s(*cut.times, micro_batches, raised)
-        if seconds < best[1] * (1 - LEAST_KEEPING_GAIN):
-            best = raised, seconds
-    return best
+        seconds = costs.pipeline_s(*cut.times, micro_batches, in_flight)
+        if seconds < best_s * (1 - LEAST_KEEPING_GAIN):
+            best, best_s = in_flight, seconds
+    return best, best_s
 
 
 def memory_bytes(costs: StageCosts, finished: Finished) -> list[list[tuple[float, ...]]]:
     """Peak memory of one device of every part of every stage, by pipeline."""
     by_pipeline = []
-    on_top = iter(costs.owned_bytes(finished.candidate.placed))
+    owned_bytes = iter(costs.owned_bytes(finished.candidate.placed))  # part by part, of all pipelines
     for placed, in_flight in zip(finished.candidate.placed, finished.in_flight, strict=True):
         options = stage_options(costs, placed.blocks, placed.micro_batch_size, len(finished.candidate.shapes))
         assert options is not None
         last = len(placed.layers) - 1
-        by_pipeline.append(
-            [
-                tuple(
-                    part.memory_bytes(
-                        layers, j == 0, j == last, costs.kept_in_flight(in_flight[j]), placed.micro_batches
-                    )
-                    + next(on_top)
-                    for part in option.parts
-                )
-                for j, (option, layers) in enumerate(zip(options, placed.layers, strict=True))
-            ]
-        )
+        by_stage = []
+        for j, (option, layers) in enumerate(zip(options, placed.layers, strict=True)):
+            kept = costs.kept_in_flight(in_flight[j])
+            needs = []
+            for part in option.parts:
+                need = part.memory_bytes(layers, j == 0, j == last, kept, placed.micro_batches)
+                needs.append(need + next(owned_bytes))
+            by_stage.append(tuple(needs))
+        by_pipeline.append(by_stage)
     return by_pipeline
 
 
 def memory_by_rank(costs: StageCosts, finished: Finished, ranks: Sequence[Sequence[Sequence[int]]]) -> dict[int, float]:
     """Peak memory of every rank, ascending; ``ranks`` are those of every stage, by pipeline."""
-    pool_of = {rank: (pool.kind, pool.node) for pool in costs.pools.pools for rank in pool.ranks}
+    pool_of_rank = costs.pools.of_rank
     by_rank: dict[int, float] = {}
-    for pipeline, needs, of_stages in zip(finished.candidate.placed, memory_bytes(costs, finished), ranks, strict=True):
-        for block, of_parts, own in zip(pipeline.blocks, needs, of_stages, strict=True):
-            need = {(part.kind, part.node): most for part, most in zip(block.parts, of_parts, strict=True)}
-            by_rank |= {rank: need[pool_of[rank]] for rank in own}
+    needs = memory_bytes(costs, finished)
+    for pipeline, stage_needs, stage_ranks in zip(finished.candidate.placed, needs, ranks, strict=True):
+        for block, part_needs, members in zip(pipeline.blocks, stage_needs, stage_ranks, strict=True):
+            need_of_pool = {(part.kind, part.node): need for part, need in zip(block.parts, part_needs, strict=True)}
+            for rank in members:
+                pool = pool_of_rank[rank]
+                by_rank[rank] = need_of_pool[pool.kind, pool.node]
     return dict(sorted(by_rank.items()))
 
 
@@ -139,24 +151,8 @@ def to_plan(costs: StageCosts, finished: Finished) -> Plan:
     placed = candidate.placed
     ranks = ranks_of_blocks(costs.pools, [pipeline.blocks for pipeline in placed])
     pipelines = []
-    for i, pipeline in enumerate(placed):
-        stops = list(accumulate(pipeline.layers))
-        default = default_in_flight(len(stops))
-        stages = [
-            Stage(
-                ranks=tuple(sorted(ranks[i][j])),
-                layers=(stops[j] - pipeline.layers[j], stops[j]),
-                inner=block.inner,
-                schedule=_schedule(costs, pipeline.micro_batch_size, block, ranks[i][j]),
-                in_flight=finished.in_flight[i][j] if finished.in_flight[i][j] != default[j] else None,
-            )
-            for j, block in enumerate(pipeline.blocks)
-        ]
-        pipelines.append(
-            Pipeline(
-                stages=tuple(stages), micro_batch_size=pipeline.micro_batch_size, micro_batches=pipeline.micro_batches
-            )
-        )
+    for pipeline, stage_ranks, in_flight in zip(placed, ranks, finished.in_flight, strict=True):
+        pipelines.append(_to_pipeline(costs, pipeline, stage_ranks, in_flight))
     return Plan(
         pipelines=tuple(pipelines),
         model=PlannedModel(num_layers=model.num_layers, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads),
@@ -164,6 +160,27 @@ def to_plan(costs: StageCosts, finished: Finished) -> Plan:
         zero=ZeroOwners(stage=1 if len(pipelines) > 1 else 0, owner_weights=_owner_weights(costs, placed, ranks)),
         activation_checkpointing=costs.activation_checkpointing,
         predicted=_predicted(costs, finished, memory_by_rank(costs, finished, ranks)),
+    )
+
+
+def _to_pipeline(
+    costs: StageCosts, pipeline: PlacedPipeline, ranks: Sequence[tuple[int, ...]], in_flight: Sequence[int]
+) -> Pipeline:
+    """The value of one pipeline; ``ranks`` and ``in_flight`` by stage."""
+    cuts = list(accumulate(pipeline.layers, initial=0))
+    default = default_in_flight(len(pipeline.layers))
+    stages = []
+    for j, block in enumerate(pipeline.blocks):
+        stage = Stage(
+            ranks=tuple(sorted(ranks[j])),
+            layers=(cuts[j], cuts[j + 1]),
+            inner=block.inner,
+            schedule=_schedule(costs, pipeline.micro_batch_size, block, ranks[j]),
+            in_flight=in_flight[j] if in_flight[j] != default[j] else None,
+        )
+        stages.append(stage)
+    return Pipeline(
+        stages=tuple(stages), micro_batch_size=pipeline.micro_batch_size, micro_batches=pipeline.micro_batches
     )
 
 
@@ -195,7 +212,12 @@ def _owner_weights(
     weights = costs.owner_weights(placed)
     if weights is None or len(set(weights)) == 1:
         return ()
-    parts = [part for pipeline in placed for block in pipeline.blocks for part in block.parts]
-    of_parts = itertools.chain.from_iterable(itertools.chain.from_iterable(ranks))  # part by part
-    pairs = [(next(of_parts), weight) for part, weight in zip(parts, weights, strict=True) for _ in range(part.size)]
+    weight_of_part = iter(weights)
+    pairs = []
+    for pipeline, stage_ranks in zip(placed, ranks, strict=True):
+        for block, members in zip(pipeline.blocks, stage_ranks, strict=True):
+            next_rank = iter(members)  # part by part
+            for part in block.parts:
+                weight = next(weight_of_part)
+                pairs += [(rank, weight) for rank in itertools.islice(next_rank, part.size)]
     return tuple(sorted(pairs))

@@ -31,10 +31,12 @@ def joins(costs: StageCosts, plan: PlanCandidate) -> Iterator[tuple[Shape, ...]]
             if blocks[a].size + blocks[c].size > MAX_SIZE or (blocks, a, c) in plans:
                 continue
             exchange_s = _exchange_s(costs, blocks[a], blocks[c], shape.micro_batch_size)
-            if exchange_s * (cut.layers[a] + cut.layers[c]) * number >= filling_s:
+            exchanged_layers = cut.layers[a] + cut.layers[c]
+            if exchange_s * exchanged_layers * number >= filling_s:
                 continue
-            joined = (*blocks[:a], _joined(blocks[a], blocks[c]), *blocks[a + 1 : c], *blocks[c + 1 :])
-            shapes = tuple(old._replace(blocks=joined) if old == shape else old for old in plan.shapes)
+            # In the place of the first of the two stages; the second one is gone.
+            one_less = (*blocks[:a], _joined(blocks[a], blocks[c]), *blocks[a + 1 : c], *blocks[c + 1 :])
+            shapes = tuple(old._replace(blocks=one_less) if old == shape else old for old in plan.shapes)
             plans[blocks, a, c] = exchange_s, shapes
     for _, shapes in sorted(plans.values(), key=itemgetter(0)):
         yield shapes
@@ -46,7 +48,7 @@ def _exchange_s(costs: StageCosts, a: DeviceBlock, b: DeviceBlock, micro_batch_s
     Every device of the smaller block has such a link.
     """
     cluster = costs.cluster
-    classes = [cluster.link_class[of_a.node, of_b.node] for of_a, of_b in product(a.parts, b.parts)]
+    classes = [cluster.link_class[part_a.node, part_b.node] for part_a, part_b in product(a.parts, b.parts)]
     slowest_bytes_per_s = min(cluster.link_classes[link_class].bytes_per_s for link_class in classes)
     links = min(a.size, b.size)
     share = links / (a.size + b.size)
@@ -73,11 +75,16 @@ def mixed_nodes(costs: StageCosts) -> Iterator[list[tuple[DeviceBlock, ...]]]:
     is_mixed = any(len(parts) > 1 for parts in nodes)
     if not is_mixed or max(map(_size, nodes)) > MAX_SIZE:
         return
-    blocks = [DeviceBlock.of_parts(parts) if _size(parts) > 1 else DeviceBlock(*parts[0], "one") for parts in nodes]
+    blocks = [_of_node(parts) for parts in nodes]
     num_pipelines = 1
     while num_pipelines <= len(blocks):
         yield [tuple(blocks[first::num_pipelines]) for first in range(num_pipelines)]
         num_pipelines *= 2
+
+
+def _of_node(parts: Sequence[PoolPart]) -> DeviceBlock:
+    """One block of all devices of a node."""
+    return DeviceBlock.of_parts(parts) if _size(parts) > 1 else DeviceBlock(*parts[0], "one")
 
 
 def _size(parts: Sequence[PoolPart]) -> int:

@@ -1,7 +1,17 @@
-"""Neighbours of a plan: every move changes the blocks of one or two pipelines, or of all pipelines of one makeup."""
+"""Neighbours of a plan: every move changes the blocks of one or two pipelines, or of all pipelines of one makeup.
+
+A plan with the pipelines (A, B) and (C), whose letters are blocks, has these neighbours, among others:
+
+    (A1, A2, B)  (C)    A in two halves
+    (B)  (A, C)         A moved to the other pipeline
+    (C, B)  (A)         A and C swapped
+    (A, B, C)           the pipelines joined
+    (A)  (B)  (C)       the first one divided
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -101,26 +111,33 @@ def _own_edits(blocks: Blocks, inners: Sequence[str]) -> Iterator[Blocks]:
     """Split, merge, drop or reorder blocks of one pipeline, or run one in another way."""
     for a, block in enumerate(blocks):
         before, after = blocks[:a], blocks[a + 1 :]
-        # In two: a block of several pools by pool, others in halves. Or the same devices with another inner
-        # parallelism.
-        if block.others:
-            yield before + separated(block) + after
-        elif block.size > 1:
-            half = block.size // 2
-            yield (*before, _resized(block, half), _resized(block, block.size - half), *after)
-            for inner in inners:
-                if inner != block.inner:
-                    yield (*before, block._replace(inner=inner), *after)
-        # Idle.
-        yield before + after
-        # As one with an equal block.
+        for instead in _instead_of(block, inners):
+            yield before + instead + after
+        yield before + after  # its devices idle
         twin = next((c for c in range(a + 1, len(blocks)) if blocks[c] == block), None)
         if twin is not None and 2 * block.size <= MAX_SIZE and not block.others:
-            yield (*before, _resized(block, 2 * block.size), *blocks[a + 1 : twin], *blocks[twin + 1 :])
-        # In the place of a later one.
+            yield _replaced(blocks, {a: (_resized(block, 2 * block.size),), twin: ()})
         for c in range(a + 1, len(blocks)):
             if blocks[c] != block:
-                yield (*before, blocks[c], *blocks[a + 1 : c], block, *blocks[c + 1 :])
+                yield _replaced(blocks, {a: (blocks[c],), c: (block,)})
+
+
+def _instead_of(block: DeviceBlock, inners: Sequence[str]) -> Iterator[Blocks]:
+    """The devices of a block in two blocks, or as one with another inner parallelism."""
+    if block.others:
+        yield separated(block)
+    elif block.size > 1:
+        half = block.size // 2
+        yield _resized(block, half), _resized(block, block.size - half)
+        for inner in inners:
+            if inner != block.inner:
+                yield (block._replace(inner=inner),)
+
+
+def _replaced(blocks: Blocks, changes: Mapping[int, Blocks]) -> Blocks:
+    """The blocks with others at some places: of (A, B, C) with ``{0: (D,), 2: ()}``, (D, B)."""
+    changed = (changes.get(i, (block,)) for i, block in enumerate(blocks))
+    return tuple(itertools.chain.from_iterable(changed))
 
 
 def separated(block: DeviceBlock) -> Blocks:
@@ -141,19 +158,24 @@ def _exchanges(shapes: Shapes, i: int, rng: np.random.Generator) -> Iterator[Sha
     for j in _drawn(len(shapes), PARTNERS, rng):
         if j == i:
             continue
-        theirs = shapes[j].blocks
+        partner_blocks = shapes[j].blocks
+        last = len(partner_blocks)
         for a, block in enumerate(blocks):
-            before, after = blocks[:a], blocks[a + 1 :]
-            # First, last, or before the first block of the same node.
-            same_node = next((c for c, other in enumerate(theirs) if other.node == block.node), len(theirs))
-            for at in sorted({0, same_node, len(theirs)}):
-                yield _with(shapes, {i: before + after, j: (*theirs[:at], block, *theirs[at:])})
-            if j > i:  # every two pipelines swap once
-                for c, other in enumerate(theirs):
-                    if other != block:
-                        ours = (*before, other, *after)
-                        yield _with(shapes, {i: ours, j: (*theirs[:c], block, *theirs[c + 1 :])})
-        yield _with(shapes, {i: blocks + theirs, j: ()})
+            # First, last, or before the first block of the same node, over whose links the hop is short.
+            same_node = next((c for c, other in enumerate(partner_blocks) if other.node == block.node), last)
+            for at in sorted({0, same_node, last}):
+                longer = (*partner_blocks[:at], block, *partner_blocks[at:])
+                yield _with(shapes, {i: _replaced(blocks, {a: ()}), j: longer})
+            if j < i:  # every two pipelines swap once
+                continue
+            for c, other in enumerate(partner_blocks):
+                if other != block:
+                    swapped, partner_swapped = (
+                        _replaced(blocks, {a: (other,)}),
+                        _replaced(partner_blocks, {c: (block,)}),
+                    )
+                    yield _with(shapes, {i: swapped, j: partner_swapped})
+        yield _with(shapes, {i: blocks + partner_blocks, j: ()})
 
 
 def _take_idle(shapes: Shapes, i: int, pools: Pools, inners: Sequence[str]) -> Iterator[Shapes]:
@@ -172,8 +194,7 @@ def _with_block(blocks: Blocks, new: DeviceBlock) -> Iterator[Blocks]:
     for at in range(len(blocks) + 1):
         yield (*blocks[:at], new, *blocks[at:])
     for a, block in enumerate(blocks):
-        before, after = blocks[:a], blocks[a + 1 :]
         if block != new:
-            yield (*before, new, *after)
+            yield _replaced(blocks, {a: (new,)})
         elif 2 * new.size <= MAX_SIZE:
-            yield (*before, _resized(block, 2 * new.size), *after)
+            yield _replaced(blocks, {a: (_resized(block, 2 * new.size),)})

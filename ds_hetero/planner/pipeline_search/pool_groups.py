@@ -10,8 +10,6 @@ from ds_hetero.cost.stages.stage import Pool, Pools
 # Chosen, never measured alone; `python -m benchmarks.pipelines_planner growth` says the gap to the bound with them.
 ALL_COUNTS = 16  # pipelines up to which every number is tried; powers of two above
 LANES = (1, 2, 4, 8)  # pipelines that a group of nodes is divided into
-
-
 MAX_GROUPS = 8  # of nodes, of which each has its own lanes
 
 
@@ -33,12 +31,19 @@ def pipeline_counts(most: int) -> list[int]:
 def balanced_groups(speed: Mapping[Pool, float], count: int) -> list[list[Pool]]:
     """Pools in ``count`` groups of about equal speed; kinds stay together within a group."""
     pools = sorted(speed, key=lambda pool: (pool.node, pool.kind))
-    groups = lightest_first([speed[pool] for pool in pools], count)
-    return [sorted((pools[i] for i in group), key=lambda pool: (pool.kind, pool.node)) for group in groups]
+    groups = []
+    for indices in lightest_first([speed[pool] for pool in pools], count):
+        members = [pools[i] for i in indices]
+        groups.append(sorted(members, key=lambda pool: (pool.kind, pool.node)))
+    return groups
 
 
 def lightest_first(loads: Sequence[float], count: int) -> list[list[int]]:
-    """Indices in ``count`` groups of about equal sums: the largest first, each to the group with the least."""
+    """Indices in ``count`` groups of about equal sums: the largest first, each to the group with the least.
+
+    Loads of 5, 4, 3, 3 and 3 in two groups: 5 to the first, 4 to the second, 3 to the second (7), 3 to the first (8), 3
+    to the second (10).
+    """
     heap = [(0.0, group) for group in range(count)]
     groups: list[list[int]] = [[] for _ in range(count)]
     for index in sorted(range(len(loads)), key=lambda index: (-loads[index], index)):

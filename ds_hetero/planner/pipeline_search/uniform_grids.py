@@ -16,15 +16,17 @@ def uniform_grids(costs: StageCosts, samples: int, sizes: Sequence[int]) -> Iter
 
     Tensor-parallel groups that span kinds or nodes are left out; so are grids that do not divide layers or batch.
     """
-    pools, num_layers = costs.pools, costs.model.num_layers
-    pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}
+    pool_of_rank, num_layers = costs.pools.of_rank, costs.model.num_layers
     num_ranks = costs.cluster.num_ranks
+
+    def is_in_one_pool(ranks: range) -> bool:
+        return len({pool_of_rank[rank] for rank in ranks}) == 1
+
     for tensor in sizes_up_to(num_ranks):
         groups = [range(first, first + tensor) for first in range(0, num_ranks - tensor + 1, tensor)]
-        is_in_one_pool = all(len({pool_of[rank] for rank in group}) == 1 for group in groups)
-        if num_ranks % tensor or not is_in_one_pool:
+        if num_ranks % tensor or not all(map(is_in_one_pool, groups)):
             continue
-        blocks = [block_of(pool_of[group[0]], tensor) for group in groups]
+        blocks = [block_of(pool_of_rank[group[0]], tensor) for group in groups]
         for stages in range(1, min(len(blocks), num_layers) + 1):
             if len(blocks) % stages or num_layers % stages:
                 continue

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.text import bytes_text
-from ds_hetero.cost.price import Objective
+from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.hexiscale import make_stage_costs
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, Pools, StageCosts
 from ds_hetero.cost.workload import Workload
@@ -26,11 +26,11 @@ def check_given_plan(plan: Plan, cluster: Cluster, model: ModelSpec) -> None:
     """Refuse a plan of another model or cluster. Raises `PlanError`: the numbers of both."""
     if plan.model is not None:
         for name in ("num_layers", "num_heads", "num_kv_heads"):
-            theirs, ours = getattr(plan.model, name), getattr(model, name)
-            if theirs != ours:
+            planned, actual = getattr(plan.model, name), getattr(model, name)
+            if planned != actual:
                 raise PlanError(
-                    f"the plan is for a model with {name}={theirs}, but {model.name} has {ours}. Give the model that "
-                    "it was made for, or plan again."
+                    f"the plan is for a model with {name}={planned}, but {model.name} has {actual}. Give the model "
+                    "that it was made for, or plan again."
                 )
     beyond = [rank for rank in plan.ranks if rank >= cluster.num_ranks]
     if beyond:
@@ -42,28 +42,32 @@ def check_given_plan(plan: Plan, cluster: Cluster, model: ModelSpec) -> None:
 
 def placed_of(plan: Plan, pools: Pools) -> tuple[PlacedPipeline, ...]:
     """The pipelines of a plan in blocks. Raises `PlanError`: stages that span kinds, or too little is said."""
-    pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}
-
-    def block(where: str, stage: Stage) -> DeviceBlock:
-        pool = pool_of[stage.ranks[0]]
-        if any(pool_of[rank] is not pool for rank in stage.ranks):
-            if stage.inner != "sequence":
-                raise PlanError(
-                    f"{where} spans devices of several kinds or nodes, ranks {list(stage.ranks)}; only a sequence "
-                    "stage may. Tensor parallelism is judged on devices of one kind and node."
-                )
-            counts = Counter(pool_of[rank] for rank in stage.ranks)
-            return DeviceBlock.of_parts([PoolPart(pool.kind, pool.node, count) for pool, count in counts.items()])
-        return DeviceBlock(pool.kind, pool.node, len(stage.ranks), stage.inner if len(stage.ranks) > 1 else "one")
-
+    all_layers = plan.model.num_layers if plan.model else 0
     placed = []
     for i, pipeline in enumerate(plan.pipelines):
-        layers = tuple(stage.num_layers or (plan.model.num_layers if plan.model else 0) for stage in pipeline.stages)
+        layers = tuple(stage.num_layers or all_layers for stage in pipeline.stages)
         if not all(layers) or not pipeline.micro_batch_size or not pipeline.micro_batches:
-            raise PlanError(f"pipelines[{i}] does not say its layers, micro_batch_size and micro_batches.")
-        blocks = tuple(block(f"pipelines[{i}].stages[{j}]", stage) for j, stage in enumerate(pipeline.stages))
-        placed.append(PlacedPipeline(blocks, layers, pipeline.micro_batch_size, pipeline.micro_batches))
+            raise PlanError(
+                f"pipelines[{i}] does not say its layers, micro_batch_size and micro_batches. Add them to the plan "
+                "file, as ds-hetero plan --parallel full --out writes them."
+            )
+        blocks = [_block(f"pipelines[{i}].stages[{j}]", stage, pools) for j, stage in enumerate(pipeline.stages)]
+        placed.append(PlacedPipeline(tuple(blocks), layers, pipeline.micro_batch_size, pipeline.micro_batches))
     return tuple(placed)
+
+
+def _block(where: str, stage: Stage, pools: Pools) -> DeviceBlock:
+    """The devices of a stage. Raises `PlanError`: they are of several pools and do not share sequences."""
+    counts = Counter(pools.of_rank[rank] for rank in stage.ranks)
+    if len(counts) > 1 and stage.inner != "sequence":
+        raise PlanError(
+            f"{where} spans devices of several kinds or nodes, ranks {list(stage.ranks)}; only a sequence stage may. "
+            "Tensor parallelism is judged on devices of one kind and node."
+        )
+    if len(counts) > 1:
+        return DeviceBlock.of_parts([PoolPart(pool.kind, pool.node, count) for pool, count in counts.items()])
+    (pool,) = counts
+    return DeviceBlock(pool.kind, pool.node, len(stage.ranks), stage.inner if len(stage.ranks) > 1 else "one")
 
 
 def judge_given(
@@ -94,9 +98,9 @@ def judge_plan(costs: StageCosts, plan: Plan, objective: Objective) -> Finished:
         )
     in_flight, times = [], []
     for pipeline, cut, number in zip(plan.pipelines, candidate.cuts, candidate.micro_batches, strict=True):
-        own = tuple(pipeline.in_flight(j) for j in range(len(pipeline.stages)))
-        in_flight.append(own)
-        times.append(costs.pipeline_s(*cut.times, number, own))
+        by_stage = tuple(pipeline.in_flight(j) for j in range(len(pipeline.stages)))
+        in_flight.append(by_stage)
+        times.append(costs.pipeline_s(*cut.times, number, by_stage))
     last = candidate.cuts[times.index(max(times))]
     step_s = costs.step_s(max(times), candidate.sync, last.overlap_s)
     return Finished(candidate, tuple(in_flight), tuple(times), step_s)
@@ -123,12 +127,16 @@ def _misfit(costs: StageCosts, placed: Sequence[PlacedPipeline]) -> str:
 
 def _keep_schedules(costs: StageCosts, plan: Plan, placed: Sequence[PlacedPipeline]) -> None:
     """Judge sequence stages by the schedules of the plan."""
-    pool_of = {rank: (pool.kind, pool.node) for pool in costs.pools.pools for rank in pool.ranks}
+    pool_of_rank = costs.pools.of_rank
+
+    def part_by_part(rank: int) -> tuple[int, int, int]:
+        pool = pool_of_rank[rank]
+        return pool.kind, pool.node, rank
+
     for pipeline, blocks in zip(plan.pipelines, placed, strict=True):
         for stage, block in zip(pipeline.stages, blocks.blocks, strict=True):
             if stage.schedule is not None and block.size > 1:
-                order = sorted(stage.ranks, key=lambda rank: (pool_of[rank], rank))  # part by part
-                schedule = stage.schedule.with_places(order)
+                schedule = stage.schedule.with_places(sorted(stage.ranks, key=part_by_part))
                 costs.keep_schedule(block.parts, blocks.micro_batch_size, schedule)
 
 
@@ -145,19 +153,18 @@ def owners_of(plan: Plan, pools: Pools) -> str | tuple[float, ...]:
     """Owners of optimizer state, as `StageCosts` has them. Raises `PlanError`: alike devices have unlike weights."""
     if plan.zero is None or not plan.zero.owner_weights:
         return "even"
-    given, pool_of = dict(plan.zero.owner_weights), {rank: pool for pool in pools.pools for rank in pool.ranks}
+    weight_of_rank = dict(plan.zero.owner_weights)
     weights: list[float] = []
     for i, (pipeline, placed) in enumerate(zip(plan.pipelines, placed_of(plan, pools), strict=True)):
         for j, (stage, block) in enumerate(zip(pipeline.stages, placed.blocks, strict=True)):
             for part in block.parts:
-                own = [
-                    rank for rank in stage.ranks if (pool_of[rank].kind, pool_of[rank].node) == (part.kind, part.node)
-                ]
-                of_part = {given.get(rank, 0.0) for rank in own}
-                if len(of_part) > 1 or not min(of_part) > 0:
+                ranks = [rank for rank in stage.ranks if part.is_of(pools.of_rank[rank])]
+                part_weights = {weight_of_rank.get(rank, 0.0) for rank in ranks}
+                if len(part_weights) > 1 or not min(part_weights) > 0:
                     raise PlanError(
-                        f"zero.owner_weights gives ranks {own} of pipelines[{i}].stages[{j}] the weights "
-                        f"{sorted(of_part)}; a plan is judged with one positive weight for equal devices of a stage."
+                        f"zero.owner_weights gives ranks {ranks} of pipelines[{i}].stages[{j}] the weights "
+                        f"{sorted(part_weights)}; a plan is judged with one positive weight for equal devices of a "
+                        "stage. Give these ranks one weight, or leave owner_weights out."
                     )
-                weights += of_part
+                weights += part_weights
     return tuple(weights)

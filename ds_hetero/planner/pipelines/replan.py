@@ -120,7 +120,8 @@ def replan(
 def _search(
     evaluate: Evaluator, shapes: Shapes, warm: Sequence[Shapes], effort_s: float, progress: Progress | None
 ) -> SearchResult | None:
-    used = {block.inner for shape in shapes for block in shape.blocks if block.size > 1}
+    blocks = itertools.chain.from_iterable(shape.blocks for shape in shapes)
+    used = {block.inner for block in blocks if block.size > 1}
     inners = ("tensor", "sequence") if "sequence" in used else ("tensor",)
     sizes = sorted({1, *(shape.micro_batch_size for shape in shapes)})
     return Search(evaluate, sizes, inners, effort_s, progress, last_word=2).run(warm)
@@ -139,30 +140,37 @@ def _survivors(cluster: Cluster, lost: Sequence[int]) -> list[int]:
 def _joined(cluster: Cluster, added: Cluster | None) -> Cluster:
     if added is None:
         return cluster
-    shift = len(cluster.nodes)
-    links = (*cluster.links, *(((a + shift, b + shift), link) for (a, b), link in added.links))
-    return Cluster(nodes=(*cluster.nodes, *added.nodes), network=cluster.network, links=links)
+    first_added = len(cluster.nodes)
+    added_links = [((a + first_added, b + first_added), link) for (a, b), link in added.links]
+    nodes = (*cluster.nodes, *added.nodes)
+    return Cluster(nodes=nodes, network=cluster.network, links=(*cluster.links, *added_links))
 
 
 def _old_shapes(plan: Plan, pools: Pools, survivors: Sequence[int]) -> tuple[list[_Old], int]:
     """The old pipelines on devices that are left, without stages that span kinds or nodes, and the global batch."""
     new_rank = {old: new for new, old in enumerate(survivors)}
-    pool_of = {rank: pool for pool in pools.pools for rank in pool.ranks}
     shapes, samples = [], 0
     for pipeline in plan.pipelines:
         if not pipeline.micro_batch_size or not pipeline.micro_batches:
-            raise PlanError("the plan does not say micro_batch_size and micro_batches of its pipelines.")
+            raise PlanError(
+                "the plan does not say micro_batch_size and micro_batches of its pipelines. Add them to the plan file, "
+                "as ds-hetero plan --parallel full --out writes them."
+            )
         samples += pipeline.micro_batch_size * pipeline.micro_batches
         blocks: list[DeviceBlock] = []
         for stage in pipeline.stages:
-            left = Counter(pool_of[new_rank[rank]] for rank in stage.ranks if rank in new_rank)
-            inner = stage.inner if stage.inner != "one" and len(left) == 1 else "tensor"
-            for pool, devices in left.items():
-                blocks += cut_pool(pool, devices, devices if devices == len(stage.ranks) else _power(devices), inner)
-        if blocks:
-            same = sum(block.size for block in blocks) == len(pipeline.ranks) and len(blocks) == len(pipeline.stages)
-            layers = tuple(stage.num_layers or 0 for stage in pipeline.stages) if same else ()
-            shapes.append(_Old(Shape(tuple(blocks), pipeline.micro_batch_size), layers))
+            survivors_by_pool = Counter(pools.of_rank[new_rank[rank]] for rank in stage.ranks if rank in new_rank)
+            inner = stage.inner if stage.inner != "one" and len(survivors_by_pool) == 1 else "tensor"
+            for pool, devices in survivors_by_pool.items():
+                # A stage that lost nothing stays one block; the rest of another one is cut into powers of two.
+                size = devices if devices == len(stage.ranks) else _power(devices)
+                blocks += cut_pool(pool, devices, size, inner)
+        if not blocks:
+            continue
+        num_devices = sum(block.size for block in blocks)
+        is_whole = num_devices == len(pipeline.ranks) and len(blocks) == len(pipeline.stages)
+        layers = tuple(stage.num_layers or 0 for stage in pipeline.stages) if is_whole else ()
+        shapes.append(_Old(Shape(tuple(blocks), pipeline.micro_batch_size), layers))
     return shapes, samples
 
 
@@ -175,10 +183,11 @@ class _Old(NamedTuple):
 
 def _old_layers(costs: StageCosts, pipelines: Sequence[_Old]) -> LayerCuts:
     """Cuts that keep the layers of pipelines which lost nothing, so that the first plan is there at once."""
-    cuts, whole = LayerCuts(costs), sum(bool(layers) for _, layers in pipelines)
+    cuts = LayerCuts(costs)
+    num_whole = sum(bool(layers) for _, layers in pipelines)
     for shape, layers in pipelines:
         if layers and all(layers):
-            cuts.keep(shape.blocks, shape.micro_batch_size, whole, layers)
+            cuts.keep(shape.blocks, shape.micro_batch_size, num_whole, layers)
     return cuts
 
 
@@ -196,14 +205,14 @@ def _shrunken(pipelines: Sequence[_Old]) -> Iterator[Shapes]:
     if damaged:
         yield (*whole, *damaged)
         if whole:
-            spare = tuple(block for shape in damaged for block in shape.blocks)
-            yield (*whole[:-1], whole[-1]._replace(blocks=whole[-1].blocks + spare))
+            spare = itertools.chain.from_iterable(shape.blocks for shape in damaged)
+            yield (*whole[:-1], whole[-1]._replace(blocks=(*whole[-1].blocks, *spare)))
     shapes = [*whole, *damaged]
     count = len(shapes) // 2
     while count:
         groups: list[list[DeviceBlock]] = [[] for _ in range(count)]
-        for k, shape in enumerate(shapes):
-            groups[k % count] += shape.blocks
+        for number, shape in enumerate(shapes):
+            groups[number % count] += shape.blocks
         yield tuple(Shape(tuple(group), 1) for group in groups)
         count //= 2
 
@@ -218,18 +227,19 @@ def moved_bytes(old: Plan, new: Plan, rank_before: Sequence[int | None], costs: 
     layer_bytes = costs.model.layer_parameters * (2 + OPTIMIZER_BYTES / len(new.pipelines))
     cluster, moved = costs.cluster, defaultdict[str, float](float)
     node = cluster.node_of_rank.tolist()
-    layers = zip(_holders(old, costs.model.num_layers), _holders(new, costs.model.num_layers), strict=True)
-    for held, needed in layers:
-        left = {new_rank[before]: part for before, part in held.items() if before in new_rank}
+    num_layers = costs.model.num_layers
+    for parts_before, parts_after in zip(_holders(old, num_layers), _holders(new, num_layers), strict=True):
+        holders = {new_rank[before]: part for before, part in parts_before.items() if before in new_rank}
         on_node: dict[int, list[int]] = {}
-        for rank in left:
+        for rank in holders:
             on_node.setdefault(node[rank], []).append(rank)
-        for rank, part in needed.items():
-            missing = part[1] - part[0] - (_overlap(part, left[rank]) if rank in left else 0.0)
+        for rank, part in parts_after.items():
+            present = _overlap(part, holders[rank]) if rank in holders else 0.0
+            missing = part[1] - part[0] - present
             if missing <= NOTHING:
                 continue
-            near_first = itertools.chain(on_node.get(node[rank], ()), left)
-            sender = next((other for other in near_first if _overlap(part, left[other]) > NOTHING), None)
+            near_first = itertools.chain(on_node.get(node[rank], ()), holders)
+            sender = next((other for other in near_first if _overlap(part, holders[other]) > NOTHING), None)
             link = "checkpoint" if sender is None else cluster.link(sender, rank).name
             moved[link] += missing * layer_bytes
     return dict(moved)
@@ -246,9 +256,9 @@ def _holders(plan: Plan, num_layers: int) -> list[dict[int, Part]]:
             start, stop = stage.layers or (0, num_layers)
             parts = len(stage.ranks) if stage.inner == "tensor" else 1
             for index, rank in enumerate(stage.ranks):
-                at = index if parts > 1 else 0
+                number = index if parts > 1 else 0
                 for layer in range(start, stop):
-                    layers[layer][rank] = at / parts, (at + 1) / parts
+                    layers[layer][rank] = number / parts, (number + 1) / parts
     return layers
 
 

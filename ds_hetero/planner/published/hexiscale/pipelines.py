@@ -12,8 +12,9 @@ by compute, for all micro-batches of the pipeline and for one; the pipeline that
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from math import inf
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from ds_hetero.planner.published.hexiscale.partition import bandwidth_between, p
 TAU = 3  # fastest neighbours that a path may go on to; the paper names tau and prints no value: chosen, never measured
 MAX_PATHS = 128  # that are simulated; chosen, never measured
 
+Blocks = tuple[DeviceBlock, ...]
+
 
 class PipelineMaker:
     """Makes pipelines of groups of devices by their compute, ``speed_V``, and ``bandwidth_VV`` between them."""
@@ -35,7 +38,6 @@ class PipelineMaker:
         self._cuts, self._costs = cuts, cuts.costs
         self._speed_V, self._bandwidth_VV = speed_V, bandwidth_VV
         self._size = micro_batch_size
-        self._pool_of = {rank: pool for pool in self._costs.pools.pools for rank in pool.ranks}
         self._strategy = cache(self._strategy_uncached)
         self._made: dict[tuple[tuple[int, ...], int, int, float], tuple[float, Shape] | None] = {}
 
@@ -59,29 +61,32 @@ class PipelineMaker:
         chosen = np.array(ranks)
         bandwidth_VV = self._bandwidth_VV[np.ix_(chosen, chosen)]
         members = partition(self._speed_V[chosen], bandwidth_VV, groups)
-        whole = float(self._speed_V[chosen].sum())
-        strategies = {
-            tuple(self._stages(chosen[group].tolist(), whole, pipelines, number) for group in members)
-            for number in (micro_batches, 1.0)
-        }
-        best: tuple[float, tuple[DeviceBlock, ...]] | None = None
-        found = itertools.product(sorted(strategies), paths(bandwidth_between(members, bandwidth_VV)))
-        for blocks in dict.fromkeys(tuple(b for group in path for b in stages[group]) for stages, path in found):
-            cut = self._cuts.best(blocks, self._size, pipelines, micro_batches)
-            if cut is not None:
-                time_s = cut.time_s(micro_batches)
-                if best is None or time_s < best[0]:
-                    best = time_s, blocks
-        return None if best is None else (best[0], Shape(best[1], self._size))
+        speed = float(self._speed_V[chosen].sum())
 
-    def _stages(self, ranks: list[int], whole: float, pipelines: int, micro_batches: float) -> tuple[DeviceBlock, ...]:
-        """Stages of one small group, machine by machine."""
-        by_pool: dict[Pool, int] = {}
+        def stages_of_groups(number: float) -> tuple[Blocks, ...]:
+            return tuple(self._stages(chosen[group].tolist(), speed, pipelines, number) for group in members)
+
+        strategies = {stages_of_groups(micro_batches), stages_of_groups(1.0)}
+        orders = list(paths(bandwidth_between(members, bandwidth_VV)))
+        fastest_s, fastest = inf, None
+        for blocks in _chains(sorted(strategies), orders):
+            cut = self._cuts.best(blocks, self._size, pipelines, micro_batches)
+            if cut is None:
+                continue
+            time_s = cut.time_s(micro_batches)
+            if fastest is None or time_s < fastest_s:
+                fastest_s, fastest = time_s, blocks
+        return None if fastest is None else (fastest_s, Shape(fastest, self._size))
+
+    def _stages(self, ranks: list[int], speed: float, pipelines: int, micro_batches: float) -> Blocks:
+        """Stages of one small group, machine by machine; ``speed``: of all devices that the pipeline has."""
+        devices_by_pool: dict[Pool, int] = {}
         for rank in ranks:
-            by_pool[self._pool_of[rank]] = by_pool.get(self._pool_of[rank], 0) + 1
+            pool = self._costs.pools.of_rank[rank]
+            devices_by_pool[pool] = devices_by_pool.get(pool, 0) + 1
         blocks: list[DeviceBlock] = []
-        for pool, devices in by_pool.items():
-            share = devices * self._speed_V[pool.ranks[0]] / whole
+        for pool, devices in devices_by_pool.items():
+            share = devices * self._speed_V[pool.ranks[0]] / speed
             layers = max(1, round(self._costs.model.num_layers * share))
             sizes = self._strategy(pool.kind, devices, layers, pipelines, max(1, round(micro_batches)))
             blocks += [block_of(pool, size) for size in sizes]
@@ -96,23 +101,49 @@ class PipelineMaker:
         layers counts after all that can, by how many it holds.
         """
         pool = self._costs.pools.largest[kind]
-        best: tuple[tuple[int, float], tuple[int, ...]] | None = None
-        sizes = sizes_up_to(devices)
-        cuts = [(size, rest, n * size) for size in sizes for rest in sizes for n in range(1, devices // size + 1)]
-        for size, rest, cut in (each for each in cuts if each[1] <= each[0]):
-            blocks = cut_pool(pool, cut, size) + cut_pool(pool, devices - cut, rest)
+        link = int(self._costs.cluster.link_class[pool.node, pool.node])
+        best_value: tuple[int, float] | None = None
+        best_degrees = (1,) * devices
+        for degree, smaller, first_devices in _degrees(devices):
+            blocks = cut_pool(pool, first_devices, degree) + cut_pool(pool, devices - first_devices, smaller)
             options = [self._costs.stage(b.kind, b.size, b.inner, self._size, pipelines) for b in blocks]
             fitting = [option for option in options if option is not None]
             if len(fitting) < len(blocks):
                 continue
-            room = sum(option.max_layers(False, False, 1) for option in fitting)
-            link = int(self._costs.cluster.link_class[pool.node, pool.node])
+            layers_that_fit = sum(option.max_layers(False, False, 1) for option in fitting)
             hop_s = self._costs.hop_s(link, blocks[0], blocks[0], self._size) if len(blocks) > 1 else 0.0
+            # Layers by speed: all stages take as long, and that is the pipeline's period.
             period_s = layers / sum(1 / option.layer_s for option in fitting) + hop_s
-            judged = (max(0, layers - room), (micro_batches - 1 + len(blocks)) * period_s)
-            if best is None or judged < best[0]:
-                best = judged, tuple(block.size for block in blocks)
-        return (1,) * devices if best is None else best[1]
+            value = max(0, layers - layers_that_fit), (micro_batches - 1 + len(blocks)) * period_s
+            if best_value is None or value < best_value:
+                best_value, best_degrees = value, tuple(block.size for block in blocks)
+        return best_degrees
+
+
+def _chains(strategies: Iterable[Sequence[Blocks]], orders: Sequence[Sequence[int]]) -> Iterator[Blocks]:
+    """Yield the stages of a pipeline, group after group, for every strategy and order of the groups.
+
+    Groups A and B with stages (a, b) and (c) give (a, b, c) and (c, a, b). Of equal chains the first one counts.
+
+    Args:
+        strategies: stages by group.
+    """
+    chains: dict[Blocks, None] = {}
+    for stages_by_group, order in itertools.product(strategies, orders):
+        chain = itertools.chain.from_iterable(stages_by_group[group] for group in order)
+        chains.setdefault(tuple(chain))
+    yield from chains
+
+
+def _degrees(devices: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the degree of the first stages, the degree of the others, which is not larger, and devices of the first.
+
+    Of 3 devices: (1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 2), (2, 2, 2).
+    """
+    for degree, smaller in itertools.product(sizes_up_to(devices), repeat=2):
+        if smaller <= degree:
+            for stages in range(1, devices // degree + 1):
+                yield degree, smaller, stages * degree
 
 
 def paths(bandwidth_GG: Floats, tau: int = TAU, most: int = MAX_PATHS) -> Iterator[tuple[int, ...]]:

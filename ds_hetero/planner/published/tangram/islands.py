@@ -13,7 +13,7 @@ memory or by its bandwidth: of the sums of each over all islands, the one of whi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ds_hetero.cluster.topology import DeviceSpec
@@ -61,17 +61,25 @@ def form_islands(pools: Pools, tau: float = TAU, merge: float = MERGE) -> list[I
     """
     islands = [Island.of(pools, members) for members in _components(pools, tau)]
     while len(islands) > 1:
-        pairs = itertools.combinations(range(len(islands)), 2)
-        merged = [(Island.of(pools, islands[a].pools + islands[b].pools), a, b) for a, b in pairs]
-        sums = [sum(column) for column in zip(*(island.totals for island in islands), strict=True)]
-        growth = [zip(sums, islands[a].totals, islands[b].totals, new.totals, strict=True) for new, a, b in merged]
-        costs = [max(whole / (whole - one - other + new) for whole, one, other, new in each) for each in growth]
-        cheapest = min(range(len(merged)), key=costs.__getitem__)
-        if costs[cheapest] > merge:
+        sums = [sum(totals) for totals in zip(*(island.totals for island in islands), strict=True)]
+        pairs = list(itertools.combinations(islands, 2))
+        merged = [Island.of(pools, one.pools + other.pools) for one, other in pairs]
+        growths = [_growth(sums, *pair, together) for pair, together in zip(pairs, merged, strict=True)]
+        cheapest = min(range(len(pairs)), key=growths.__getitem__)
+        if growths[cheapest] > merge:
             break
-        new, a, b = merged[cheapest]
-        islands = [island for i, island in enumerate(islands) if i not in (a, b)] + [new]
+        islands = [island for island in islands if island not in pairs[cheapest]] + [merged[cheapest]]
     return sorted(islands, key=lambda island: (-island.flops_per_s, island.pools[0].node))
+
+
+def _growth(sums: Sequence[float], one: Island, other: Island, merged: Island) -> float:
+    """How many times as long the bottleneck takes once two islands are one; ``sums``: totals of all islands.
+
+    Islands of 4 and 2 PFLOP/s, of 10 in all, have 3 as one, whose devices all count as its weakest. The bottleneck then
+    takes 10 / (10 - 4 - 2 + 3) = 1.43 times as long.
+    """
+    totals = zip(sums, one.totals, other.totals, merged.totals, strict=True)
+    return max(total / (total - of_one - of_other + of_merged) for total, of_one, of_other, of_merged in totals)
 
 
 def _metrics(device: DeviceSpec) -> tuple[float, float, float]:
@@ -90,7 +98,14 @@ def _components(pools: Pools, tau: float) -> list[list[Pool]]:
 
     components: list[set[int]] = []
     for kind in range(len(metrics)):
-        near = [component for component in components if any(alike(kind, other) for other in component)]
-        components = [component for component in components if component not in near]
-        components.append({kind}.union(*near))
-    return [[pool for pool in pools.pools if pool.kind in component] for component in components]
+        component, apart = {kind}, []
+        for other in components:
+            if any(alike(kind, member) for member in other):
+                component |= other
+            else:
+                apart.append(other)
+        components = [*apart, component]
+    members = []
+    for component in components:
+        members.append([pool for pool in pools.pools if pool.kind in component])
+    return members
