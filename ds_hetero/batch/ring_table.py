@@ -77,24 +77,28 @@ def _blocks(q_pieces: _Pieces, k_pieces: _Pieces, causal: bool, window: int | No
 
 def _by_document(chunks: Sequence[Range], documents: Sequence[Range]) -> dict[int, list[_Piece]]:
     """The pieces of each document that lie in ``chunks``; neighbours in position and index are joined."""
-    out: dict[int, list[_Piece]] = {}
+    pieces: dict[int, list[_Piece]] = {}
     local = 0
     for start, stop in chunks:
+        # The first document that may reach into the chunk begins at or before it; the last begins before its end.
         first = max(bisect_right(documents, (start, math.inf)) - 1, 0)
         shift = local - start
         for number in range(first, bisect_left(documents, (stop, stop), first)):
-            a, b = documents[number]
-            a, b = a if a > start else start, b if b < stop else stop  # max and min take twice the time
-            if a >= b:
+            begin, end = documents[number]
+            begin, end = (
+                begin if begin > start else start,
+                end if end < stop else stop,
+            )  # max and min take twice as long
+            if begin >= end:
                 continue
-            if number not in out:
-                out[number] = [_Piece(a, b, a + shift)]
-            elif out[number][-1].stop == a:
-                out[number][-1] = out[number][-1]._replace(stop=b)
+            if number not in pieces:
+                pieces[number] = [_Piece(begin, end, begin + shift)]
+            elif pieces[number][-1].stop == begin:
+                pieces[number][-1] = pieces[number][-1]._replace(stop=end)
             else:
-                out[number].append(_Piece(a, b, a + shift))
+                pieces[number].append(_Piece(begin, end, begin + shift))
         local += stop - start
-    return out
+    return pieces
 
 
 def _end(pieces: Sequence[_Piece]) -> int:
@@ -102,18 +106,25 @@ def _end(pieces: Sequence[_Piece]) -> int:
 
 
 def _block(q: _Piece, k: _Piece, causal: bool, window: int | None) -> Block | None:
-    """The visible part of one piece of queries against one piece of keys, trimmed to rows and columns in use."""
-    q0, q1, k0, k1 = q.start, q.stop, k.start, k.stop
+    """The visible part of one piece of queries against one piece of keys, trimmed to rows and columns in use.
+
+    Queries at positions [4, 8) see of keys at [2, 6), causal with a window of 3, the keys [2, 6); query 4 those from 2
+    to 4, query 7 key 5 alone. In differences of indices, key - 2 against query - 4: from 0 to 2.
+    """
+    q0, q1, k0, k1 = q.start, q.stop, k.start, k.stop  # positions, narrowed to what is in use
     if causal:
+        # Queries before the first key see none; no query sees a key after the last one.
         q0, k1 = max(q.start, k.start), min(k.stop, q.stop)
         if window is not None:
+            # Queries too far behind the last key see none; nor is a key seen that is too far before the first query.
             q1, k0 = min(q.stop, k.stop - 1 + window), max(k.start, q.start - window + 1)
     if q0 >= q1 or k0 >= k1:
         return None
+    # key <= query and key > query - window, with key and query counted from k0 and q0; None where all pairs hold it.
     hi = q0 - k0 if causal and k1 - 1 > q0 else None
     lo = q0 - k0 - window + 1 if window is not None and k0 < q1 - window else None
-    at_q, at_k = q.local + q0 - q.start, k.local + k0 - k.start
-    return Block((at_q, at_q + q1 - q0), (at_k, at_k + k1 - k0), lo, hi)
+    first_q, first_k = q.local + q0 - q.start, k.local + k0 - k.start  # local indices
+    return Block((first_q, first_q + q1 - q0), (first_k, first_k + k1 - k0), lo, hi)
 
 
 def _merge(blocks: list[Block]) -> list[Block]:
@@ -221,9 +232,10 @@ class RingTable:
     @cached_property
     def _pieces(self) -> tuple[tuple[_Pieces, ...], ...]:
         """Pieces of documents ``[set of rows][position]``."""
-        return tuple(
-            tuple(_by_document(held, rows.documents) for held in self.lane.intervals) for rows in self.placement.rows
-        )
+        pieces = []
+        for rows in self.placement.rows:
+            pieces.append(tuple(_by_document(intervals, rows.documents) for intervals in self.lane.intervals))
+        return tuple(pieces)
 
     @cached_property
     def _readers(self) -> tuple[set[int], ...]:
@@ -248,24 +260,31 @@ class RingTable:
 
     def _add_prefixes(self, parts: _Pieces, readers: Sequence[set[int]], columns: Sequence[list[Range]]) -> None:
         """Add what travels of one document, held in ``parts``, of which a group sees all before its last token."""
-        reach = {p: pieces[-1].stop for p, pieces in parts.items()}
+        # Keys that a position needs end where its last query does, or for all where the last of all does.
+        reach = {position: pieces[-1].stop for position, pieces in parts.items()}
         if not self.causal:
             reach = dict.fromkeys(parts, max(reach.values()))
         furthest, second = sorted(reach, key=reach.__getitem__, reverse=True)[:2]
         for source, pieces in parts.items():
-            if len(readers[source]) < self.size - 1:
-                readers[source].update(p for p in parts if reach[p] > pieces[0].start and p != source)
-            columns[source].extend(_clipped(pieces, 0, reach[second if source == furthest else furthest]))
+            first_key = pieces[0].start
+            if len(readers[source]) < self.size - 1:  # else all others read it already
+                readers[source].update(reader for reader in parts if reach[reader] > first_key and reader != source)
+            furthest_other = second if source == furthest else furthest
+            columns[source].extend(_clipped(pieces, 0, reach[furthest_other]))
 
     def _add_windows(self, parts: _Pieces, readers: Sequence[set[int]], columns: Sequence[list[Range]]) -> None:
         """The same where a query sees the ``window`` last tokens only."""
         assert self.window is not None
         for reader, queries in parts.items():
             for source, keys in parts.items():
-                if reader != source:
-                    seen = [part for q in queries for part in _clipped(keys, q.start - self.window + 1, q.stop)]
-                    columns[source].extend(seen)
-                    readers[source].update([reader] if seen else ())
+                if reader == source:
+                    continue
+                visible: list[Range] = []
+                for query in queries:
+                    visible.extend(_clipped(keys, query.start - self.window + 1, query.stop))
+                columns[source].extend(visible)
+                if visible:
+                    readers[source].add(reader)
 
 
 def _by_holder(pieces_by_position: Sequence[_Pieces]) -> Iterator[_Pieces]:
@@ -280,17 +299,17 @@ def _by_holder(pieces_by_position: Sequence[_Pieces]) -> Iterator[_Pieces]:
 def _clipped(pieces: Sequence[_Piece], first: int, last: int) -> Iterator[Range]:
     """Local ranges of the positions ``[first, last)`` in ``pieces``."""
     for start, stop, local in pieces:
-        a, b = max(start, first), min(stop, last)
-        if a < b:
-            yield local + a - start, local + b - start
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            yield local + low - start, local + high - start
 
 
 def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
     """The union of ``ranges``: ascending, those that touch or overlap made one."""
-    out: list[Range] = []
+    union: list[Range] = []
     for start, stop in sorted(ranges):
-        if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(out[-1][1], stop))
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], stop))
         else:
-            out.append((start, stop))
-    return tuple(out)
+            union.append((start, stop))
+    return tuple(union)

@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import chain, product
 from math import prod
 
+from ds_hetero.common.rounding import ceil_div
 from ds_hetero.errors import SyncError
 from ds_hetero.sharding.parameter_layouts import ParameterLayout
 from ds_hetero.sharding.zero_partition import ALIGNMENT, alignment_of
@@ -49,11 +50,18 @@ def box_size(box: Box) -> int:
 
 def overlaps(old: Sequence[Box], new: Sequence[Box]) -> Iterator[Box]:
     """Overlaps of the boxes of two owners; every part lies in one box of each."""
-    for own in old:
-        for wanted in new:
-            part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, wanted, strict=True))
-            if all(start < stop for start, stop in part):
-                yield part
+    for old_box, new_box in product(old, new):
+        part = _overlap(old_box, new_box)
+        if all(start < stop for start, stop in part):
+            yield part
+
+
+def _overlap(one: Box, other: Box) -> Box:
+    """Elements of both boxes; a range whose stop is not behind its start is empty."""
+    ranges = zip(one, other, strict=True)
+    return tuple(
+        (max(start, other_start), min(stop, other_stop)) for (start, stop), (other_start, other_stop) in ranges
+    )
 
 
 def chunks_of(
@@ -71,7 +79,8 @@ def chunks_of(
     """
     weights = None
     if owner_weights is not None:
-        without = [rank for cut in layout.cuts for rank in cut.ranks if not owner_weights.get(rank, 0) > 0]
+        ranks = chain.from_iterable(cut.ranks for cut in layout.cuts)
+        without = [rank for rank in ranks if not owner_weights.get(rank, 0) > 0]
         if without:
             raise SyncError(f"every rank that holds {name} needs a positive owner weight; ranks {without} have none.")
         weights = tuple(sorted(owner_weights.items()))
@@ -106,11 +115,10 @@ def _contributions(
     """``(start, stop, contributors)`` of ``size`` elements: equal copies account for a slice each."""
     copies = [1 if cut.partial else len(ranks) for cut, ranks in zip(layout.cuts, held_by, strict=True)]
     for piece in refine([Split(_share(size, [1.0] * number, alignment)) for number in copies]):
-        chosen = [
-            ranks if cut.partial else (ranks[copy],)
-            for cut, ranks, copy in zip(layout.cuts, held_by, piece.owners, strict=True)
-        ]
-        yield piece.start, piece.stop, tuple(chain.from_iterable(chosen))
+        contributors: list[int] = []
+        for cut, ranks, copy in zip(layout.cuts, held_by, piece.owners, strict=True):
+            contributors += ranks if cut.partial else (ranks[copy],)
+        yield piece.start, piece.stop, tuple(contributors)
 
 
 def _share(size: int, weights: Sequence[float], alignment: int) -> tuple[int, ...]:
@@ -138,19 +146,16 @@ def _regions(layout: ParameterLayout) -> dict[tuple[int, ...], list[Box]]:
         for index, part in zip(by_axis[None], flat.owners[1:], strict=True):
             parts[index] = part
         for box in _flat_boxes(tuple((0, size) for size in layout.shape), flat.start, flat.stop):
-            within = [
-                [piece for piece in pieces[dim] if piece.start < stop and start < piece.stop]
-                for dim, (start, stop) in enumerate(box)
-            ]
+            # Pieces of every dimension that reach into the box, and the cells of the grid that they make.
+            within = []
+            for dim, (start, stop) in enumerate(box):
+                within.append([piece for piece in pieces[dim] if piece.start < stop and start < piece.stop])
             for cell in product(*within):
                 for dim, piece in enumerate(cell):
                     for index, part in zip(by_axis[dim], piece.owners[1:], strict=True):
                         parts[index] = part
-                overlap = tuple(
-                    (max(piece.start, start), min(piece.stop, stop))
-                    for piece, (start, stop) in zip(cell, box, strict=True)
-                )
-                regions.setdefault(tuple(parts), []).append(overlap)
+                cell_box = tuple((piece.start, piece.stop) for piece in cell)
+                regions.setdefault(tuple(parts), []).append(_overlap(cell_box, box))
     return regions
 
 
@@ -166,25 +171,30 @@ def _slice(boxes: Iterable[Box], start: int, stop: int) -> Iterator[Box]:
 
 
 def _flat_boxes(box: Box, start: int, stop: int) -> Iterator[Box]:
-    """Elements ``[start, stop)`` of a box in row-major order, as at most ``2 * dims - 1`` boxes (none if empty)."""
+    """Elements ``[start, stop)`` of a box in row-major order, as at most ``2 * dims - 1`` boxes (none if empty).
+
+    Elements [3, 11) of a box of 3 rows of 4: the end of row 0, row 1 whole, and the beginning of row 2.
+    """
     if start >= stop:
         return
     if not box:
         yield box
         return
-    (low, _), rest = box[0], box[1:]
-    row = box_size(rest)
-    first, last = -(-start // row), stop // row
-    if first > last:  # begins and ends within one row
-        for inner in _flat_boxes(rest, start - last * row, stop - last * row):
-            yield ((low + last, low + last + 1), *inner)
+    (first_row, _), rest = box[0], box[1:]
+    row_size = box_size(rest)
+    whole_from, whole_to = ceil_div(start, row_size), stop // row_size  # rows that are wanted whole, if any
+
+    def part_of_row(row: int, low: int, high: int) -> Iterator[Box]:
+        for inner in _flat_boxes(rest, low, high):
+            yield ((first_row + row, first_row + row + 1), *inner)
+
+    if whole_from > whole_to:  # begins and ends within one row
+        yield from part_of_row(whole_to, start - whole_to * row_size, stop - whole_to * row_size)
         return
-    for inner in _flat_boxes(rest, start - (first - 1) * row, row):
-        yield ((low + first - 1, low + first), *inner)
-    if first < last:
-        yield ((low + first, low + last), *rest)
-    for inner in _flat_boxes(rest, 0, stop - last * row):
-        yield ((low + last, low + last + 1), *inner)
+    yield from part_of_row(whole_from - 1, start - (whole_from - 1) * row_size, row_size)
+    if whole_from < whole_to:
+        yield ((first_row + whole_from, first_row + whole_to), *rest)
+    yield from part_of_row(whole_to, 0, stop - whole_to * row_size)
 
 
 def fit_owner_weights(
@@ -207,7 +217,7 @@ def fit_owner_weights(
         if layout.owners is None:
             for boxes, contributors, _, _ in _chunk_fields(layout, 1, None):
                 regions[contributors] = regions.get(contributors, 0) + sum(map(box_size, boxes))
-    ranks = sorted({rank for contributors in regions for rank in contributors})
+    ranks = sorted(set(chain.from_iterable(regions)))
     if any(not targets.get(rank, 0) > 0 for rank in ranks):
         raise SyncError(f"every rank that holds parameters needs a positive target, got {dict(targets)} for {ranks}.")
     weights = {rank: float(targets[rank]) for rank in ranks}

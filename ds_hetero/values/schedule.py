@@ -13,9 +13,10 @@ Plain integers; nothing here imports torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 
 from ds_hetero.common.reading import (
     MAX_HEADS,
@@ -29,6 +30,7 @@ from ds_hetero.common.reading import (
     is_whole,
     shortened,
 )
+from ds_hetero.common.rounding import ceil_div
 from ds_hetero.errors import ScheduleError
 from ds_hetero.values.splits import Piece, Split, refine, share
 
@@ -59,6 +61,10 @@ class Group:
     def head_range(self, rank: int) -> tuple[int, int]:
         """Query heads ``[start, stop)`` of ``rank``."""
         return self.head_split.ranges[self.ranks.index(rank)]
+
+    def to_dict(self) -> JsonDict:
+        """A group in the schedule file format."""
+        return {"ranks": list(self.ranks), "tokens": list(self.tokens), "heads": list(self.heads)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +98,7 @@ class Schedule:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks, ascending."""
-        return tuple(sorted(rank for group in self.groups for rank in group.ranks))
+        return tuple(sorted(chain.from_iterable(group.ranks for group in self.groups)))
 
     @property
     def ring_size(self) -> int:
@@ -118,8 +124,10 @@ class Schedule:
 
     def kv_heads(self, start: int, stop: int) -> tuple[int, int]:
         """KV heads ``[start, stop)`` that serve query heads ``[start, stop)``; a KV head on a cut is on both sides."""
-        per_kv = self.queries_per_kv_head
-        return (start // per_kv, -(-stop // per_kv)) if stop > start else (start // per_kv, start // per_kv)
+        first = start // self.queries_per_kv_head
+        if stop <= start:
+            return first, first
+        return first, ceil_div(stop, self.queries_per_kv_head)
 
     @property
     def sub_rings(self) -> tuple[Piece, ...]:
@@ -133,7 +141,9 @@ class Schedule:
     @property
     def token_weights(self) -> tuple[float, ...]:
         """Token weight of every rank, in the order of ``ranks``."""
-        weights = {rank: w for group in self.groups for rank, w in zip(group.ranks, group.tokens, strict=True)}
+        weights: dict[int, float] = {}
+        for group in self.groups:
+            weights.update(zip(group.ranks, group.tokens, strict=True))
         return tuple(weights[rank] for rank in self.ranks)
 
     def tokens(self, length: int) -> dict[int, int]:
@@ -152,20 +162,19 @@ class Schedule:
     def shifted(self, first_rank: int) -> Schedule:
         """The same schedule for a replica whose lowest rank is ``first_rank``."""
         offset = first_rank - self.ranks[0]
-        if not offset:
-            return self
-        groups = tuple(replace(g, ranks=tuple(r + offset for r in g.ranks)) for g in self.groups)
-        return replace(self, groups=groups)
+        return self._renumbered(lambda rank: rank + offset) if offset else self
 
     def on_ranks(self, ranks: Sequence[int]) -> Schedule:
         """The same schedule with ``ranks[r]``, distinct and one for each from 0, in the place of rank r."""
-        groups = tuple(replace(g, ranks=tuple(ranks[r] for r in g.ranks)) for g in self.groups)
-        return replace(self, groups=groups)
+        return self._renumbered(lambda rank: ranks[rank])
 
     def with_places(self, ranks: Sequence[int]) -> Schedule:
         """The same schedule with a rank's place in ``ranks`` instead of the rank."""
-        groups = tuple(replace(g, ranks=tuple(ranks.index(r) for r in g.ranks)) for g in self.groups)
-        return replace(self, groups=groups)
+        return self._renumbered(lambda rank: ranks.index(rank))
+
+    def _renumbered(self, new_rank: Callable[[int], int]) -> Schedule:
+        groups = [replace(group, ranks=tuple(map(new_rank, group.ranks))) for group in self.groups]
+        return replace(self, groups=tuple(groups))
 
     def to_dict(self) -> JsonDict:
         """The schedule file format, version 1; see docs/schedules.md."""
@@ -175,7 +184,7 @@ class Schedule:
             "num_kv_heads": self.num_kv_heads,
             "layout": self.layout,
             "ring": list(self.ring),
-            "groups": [{"ranks": list(g.ranks), "tokens": list(g.tokens), "heads": list(g.heads)} for g in self.groups],
+            "groups": [group.to_dict() for group in self.groups],
         }
 
     def to_json(self) -> str:
@@ -236,10 +245,11 @@ def schedules_for_world(schedule: Schedule, world_size: int) -> tuple[Schedule, 
 @lru_cache(maxsize=1024)
 def _sub_ring_tasks(schedule: Schedule, members: tuple[int, ...]) -> tuple[Piece, ...]:
     groups = [schedule.ring_groups[member] for member in members]
-    pieces = refine([group.head_split for group in groups])
-    return tuple(
-        Piece(p.start, p.stop, tuple(g.ranks[i] for g, i in zip(groups, p.owners, strict=True))) for p in pieces
-    )
+    tasks = []
+    for piece in refine([group.head_split for group in groups]):
+        owners = [group.ranks[place] for group, place in zip(groups, piece.owners, strict=True)]
+        tasks.append(Piece(piece.start, piece.stop, tuple(owners)))
+    return tuple(tasks)
 
 
 @lru_cache(maxsize=64)
@@ -256,15 +266,19 @@ def _tokens(schedule: Schedule, length: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=64)
 def cut_span(sizes: tuple[int, ...], layout: str) -> tuple[tuple[Range, ...], ...]:
-    """Position intervals, ascending, of as many shares of ``0 .. sum(sizes) - 1`` as there are ``sizes``."""
+    """Position intervals, ascending, of as many shares of ``0 .. sum(sizes) - 1`` as there are ``sizes``.
+
+    Zigzag gives out halves forth and back, so that every share has early and late positions: of 4 and 3 tokens the
+    first share has [0, 2) and [5, 7), the second [2, 4) and [4, 5).
+    """
     if layout == "contiguous":
         return tuple((part,) for part in Split(sizes).ranges)
-    front = Split(tuple(-(-size // 2) for size in sizes)).ranges
-    back = Split(tuple(size // 2 for size in reversed(sizes))).ranges
-    middle = sum(-(-size // 2) for size in sizes)
-    return tuple(
-        (first, (middle + start, middle + stop)) for first, (start, stop) in zip(front, reversed(back), strict=True)
-    )
+    front_sizes = tuple(ceil_div(size, 2) for size in sizes)
+    back_sizes = tuple(size // 2 for size in sizes)
+    middle = sum(front_sizes)
+    front = Split(front_sizes).ranges
+    back = reversed(Split(back_sizes[::-1]).ranges)  # the first share's second half comes last
+    return tuple((first, (middle + start, middle + stop)) for first, (start, stop) in zip(front, back, strict=True))
 
 
 def _check(s: Schedule) -> None:
@@ -298,7 +312,7 @@ def _check(s: Schedule) -> None:
                 f"groups[{i}].heads {shortened(list(group.heads))} sum to {sum(group.heads)}, "
                 f"but the model has num_heads={s.num_heads}. Every group computes every head of its tokens."
             )
-    ranks = [rank for group in s.groups for rank in group.ranks]
+    ranks = list(chain.from_iterable(group.ranks for group in s.groups))
     if sorted(ranks) != list(range(min(ranks), min(ranks) + len(ranks))):
         raise ScheduleError(f"the groups must hold consecutive ranks, each once, got {shortened(sorted(ranks))}.")
     if not any(group.weight for group in s.groups):

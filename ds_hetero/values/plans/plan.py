@@ -25,7 +25,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from ds_hetero.common.reading import (
@@ -102,12 +102,12 @@ class Pipeline:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of all stages, ascending."""
-        return tuple(sorted(rank for stage in self.stages for rank in stage.ranks))
+        return tuple(sorted(chain.from_iterable(stage.ranks for stage in self.stages)))
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches whose forward may run before their backward on the stage with this index."""
-        given = self.stages[stage].in_flight
-        return len(self.stages) - stage if given is None else given
+        in_flight = self.stages[stage].in_flight
+        return len(self.stages) - stage if in_flight is None else in_flight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class Plan:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks of all pipelines, ascending; ranks of the job that are not among them are idle."""
-        return tuple(sorted(rank for pipeline in self.pipelines for rank in pipeline.ranks))
+        return tuple(sorted(chain.from_iterable(pipeline.ranks for pipeline in self.pipelines)))
 
     @cached_property
     def batch_split(self) -> BatchSplit | None:
@@ -151,17 +151,17 @@ class Plan:
     @property
     def is_replicas(self) -> bool:
         """Whether every pipeline is one stage of sequence parallelism, which `schedules` lists."""
-        return all(len(p.stages) == 1 and p.stages[0].inner == "sequence" for p in self.pipelines)
+        return all([stage.inner for stage in pipeline.stages] == ["sequence"] for pipeline in self.pipelines)
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
-        """Schedules of a plan of replicas, by pipeline. Raises `PlanError`: a pipeline is no one sequence stage."""
-        schedules = [stage.schedule for pipeline in self.pipelines for stage in pipeline.stages]
+        """Schedules of a plan of replicas, by pipeline. Raises `PlanError`: a pipeline is not one sequence stage."""
         if not self.is_replicas:
             raise PlanError(
                 "this plan has pipelines of several stages or stages of tensor parallelism; only plans of replicas "
                 "have one schedule per pipeline."
             )
+        schedules = (pipeline.stages[0].schedule for pipeline in self.pipelines)
         return tuple(schedule for schedule in schedules if schedule is not None)
 
     def place_of(self, rank: int) -> tuple[int, int] | None:
@@ -175,30 +175,30 @@ class Plan:
 
     @cached_property
     def _places(self) -> dict[int, tuple[int, int]]:
-        return {
-            rank: (i, j)
-            for i, pipeline in enumerate(self.pipelines)
-            for j, stage in enumerate(pipeline.stages)
-            for rank in stage.ranks
-        }
+        places: dict[int, tuple[int, int]] = {}
+        for i, pipeline in enumerate(self.pipelines):
+            for j, stage in enumerate(pipeline.stages):
+                places.update(dict.fromkeys(stage.ranks, (i, j)))
+        return places
 
     def with_schedules(self, schedules: Sequence[Schedule]) -> Plan:
         """Return the same plan of replicas with other schedules, one per pipeline."""
-        stages = [
-            replace(p.stages[0], ranks=s.ranks, schedule=s) for p, s in zip(self.pipelines, schedules, strict=True)
-        ]
-        pipelines = [replace(p, stages=(stage,)) for p, stage in zip(self.pipelines, stages, strict=True)]
+        pipelines = []
+        for pipeline, schedule in zip(self.pipelines, schedules, strict=True):
+            stage = replace(pipeline.stages[0], ranks=schedule.ranks, schedule=schedule)
+            pipelines.append(replace(pipeline, stages=(stage,)))
         return replace(self, pipelines=tuple(pipelines))
 
     def with_layers(self) -> Plan:
         """Return the same plan in which pipelines of one stage say that it holds all layers, if the model is known."""
         if self.model is None:
             return self
-        every = 0, self.model.num_layers
-        pipelines = (
-            replace(p, stages=(replace(p.stages[0], layers=every),)) if p.stages[0].layers is None else p
-            for p in self.pipelines
-        )
+        pipelines = []
+        for pipeline in self.pipelines:
+            first = pipeline.stages[0]
+            if first.layers is None:  # it is the only stage
+                pipeline = replace(pipeline, stages=(replace(first, layers=(0, self.model.num_layers)),))
+            pipelines.append(pipeline)
         return replace(self, pipelines=tuple(pipelines))
 
     @cached_property
@@ -215,8 +215,10 @@ class Plan:
         stages = [Stage(ranks=schedule.ranks, inner="sequence", schedule=schedule) for schedule in schedules]
         if batch_split is None:
             return cls(pipelines=tuple(Pipeline(stages=(stage,)) for stage in stages))
-        batches = zip(stages, batch_split.micro_batch_sizes, batch_split.micro_batches, strict=True)
-        return cls(pipelines=tuple(Pipeline(stages=(s,), micro_batch_size=b, micro_batches=m) for s, b, m in batches))
+        pipelines = []
+        for stage, size, number in zip(stages, batch_split.micro_batch_sizes, batch_split.micro_batches, strict=True):
+            pipelines.append(Pipeline(stages=(stage,), micro_batch_size=size, micro_batches=number))
+        return cls(pipelines=tuple(pipelines))
 
     def to_dict(self) -> JsonDict:
         """Return the content of a plan file, version 2."""
@@ -282,8 +284,8 @@ def check_plan(plan: Plan) -> None:
     if len(set(ranks)) < len(ranks):
         twice = sorted({rank for rank, following in pairwise(ranks) if rank == following})
         raise PlanError(f"ranks {twice} are in more than one stage; a rank has one place at most.")
-    given = [getattr(pipeline, key) is not None for pipeline in plan.pipelines for key in _BATCH_KEYS]
-    if any(given) and not all(given):
+    batch_keys = [set(_batches_of(pipeline)) for pipeline in plan.pipelines]
+    if any(batch_keys) and any(keys != set(_BATCH_KEYS) for keys in batch_keys):
         raise PlanError("micro_batch_size and micro_batches must be given for every pipeline, or for none.")
     if plan.zero is not None:
         _check_zero(plan.zero, set(ranks), any(len(pipeline.stages) > 1 for pipeline in plan.pipelines))
@@ -353,8 +355,9 @@ def _check_layers(where: str, pipeline: Pipeline, model: PlannedModel | None) ->
     if model is None:
         raise PlanError(f"{where} says which layers its stages hold, so the plan must have model.num_layers.")
     cuts = [0, *(interval[1] for interval in layers if interval is not None)]
-    consecutive = [(start, stop) for start, stop in pairwise(cuts)]
-    if layers != consecutive or cuts[-1] != model.num_layers or any(start >= stop for start, stop in consecutive):
+    consecutive = list(pairwise(cuts))
+    has_empty = any(start >= stop for start, stop in consecutive)
+    if layers != consecutive or cuts[-1] != model.num_layers or has_empty:
         shown = [None if interval is None else list(interval) for interval in layers]
         raise PlanError(
             f"{where}: the stages hold layers {shortened(shown)}; they must be consecutive, of at least one layer "
@@ -423,20 +426,21 @@ def _read_replicas(data: JsonObject) -> Plan:
                 f"replicas[{i}] takes schedule, micro_batch_size and micro_batches, got {shortened(replica)}."
             )
     schedules = tuple(Schedule.from_dict(replica["schedule"]) for replica in data["replicas"])
-    ranks = [rank for schedule in schedules for rank in schedule.ranks]
+    ranks = list(chain.from_iterable(schedule.ranks for schedule in schedules))
     if len(set(ranks)) < len(ranks):
         raise ScheduleError(
-            f"the schedules of the replicas hold ranks {shortened([list(s.ranks) for s in schedules])}; each once."
+            f"the schedules of the replicas hold ranks {shortened([list(schedule.ranks) for schedule in schedules])}; "
+            "a rank is in one replica alone. Give every replica ranks of its own."
         )
-    given = [key in replica for replica in data["replicas"] for key in _BATCH_KEYS]
-    if not any(given):
+    batch_keys = [set(replica) & set(_BATCH_KEYS) for replica in data["replicas"]]
+    if not any(batch_keys):
         if len({schedule.sp_size for schedule in schedules}) > 1:
             raise ScheduleError(
                 f"replicas of {[schedule.sp_size for schedule in schedules]} ranks must say what each is to train on: "
                 "give micro_batch_size and micro_batches for every replica."
             )
         return Plan.of_replicas(schedules)
-    if not all(given):
+    if any(keys != set(_BATCH_KEYS) for keys in batch_keys):
         raise ScheduleError("micro_batch_size and micro_batches must be given for every replica, or for none.")
     sizes, counts = (tuple(replica[key] for replica in data["replicas"]) for key in _BATCH_KEYS)
     return Plan.of_replicas(schedules, BatchSplit(micro_batch_sizes=sizes, micro_batches=counts))

@@ -146,7 +146,7 @@ def test_what_no_job_can_do_is_refused_by_name(path: str, value: Any, message: s
 
 def test_replicas_that_share_a_rank_are_refused() -> None:
     twice = {"version": 1, "replicas": [{"schedule": ring(2, 4, 2).to_dict()}] * 2}
-    with pytest.raises(ScheduleError, match="each once"):
+    with pytest.raises(ScheduleError, match="in one replica alone"):
         read_plan(twice)
     with pytest.raises(ScheduleError, match="replicas is empty"):
         read_plan({"version": 1, "replicas": []})
