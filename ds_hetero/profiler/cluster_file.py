@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from statistics import median
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 from ds_hetero.cluster.catalogue import CATALOGUE
 from ds_hetero.cluster.file_values import LINK_RATIO, OVERHEAD_S, POSITIVE, Bounds
@@ -35,9 +36,11 @@ VERSION = 1
 CIRCUMSTANCES = ("measured_at", "machine")  # of a measurement: ISO 8601 in UTC, `ds_hetero.profiler.machine.Quietness`
 SAME_SPEED = 1.08  # devices of one name are one kind unless their rates differ by more
 SHARED_PORT = 0.8  # a NIC or switch is shared if all pairs together get less than this share of what each got alone
+USUAL_LINK = (0.8, 1.25)  # a link whose bandwidth is outside this share of the usual one has an entry of its own
 
 Nodes = Mapping[str, Sequence[int]]
 Samples = Sequence[JsonObject]
+Sample = TypeVar("Sample")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,68 +107,78 @@ def _devices(
     errors: dict[str, FitError] = {}
     for kind in _kinds(ranks, samples):
         name = _unused(ranks[kind[0]].device, entries)
-        known = CATALOGUE.get(ranks[kind[0]].device) if ranks[kind[0]].device != "CPU" else None
-        peak = known.device.peak_flops_per_s if known else median(_best_rate(samples[r]) for r in kind)
-        memory = known.device.memory_bytes_per_s if known else median(samples[r]["memory_bytes_per_s"] for r in kind)
-        efficiency, kind_errors = fit_efficiency(
-            peak,
-            memory,
-            [
-                _middle(LayerSample, over_ranks)
-                for over_ranks in zip(*(samples[r]["layers"] for r in kind), strict=True)
-            ],
-            [
-                _middle(AttentionSample, over_ranks)
-                for over_ranks in zip(*(samples[r]["attention"] for r in kind), strict=True)
-            ],
-        )
-        host_s = median(samples[r].get("message_overhead_s", 0.0) for r in kind)  # earlier releases have none
-        efficiency = replace(efficiency, message_overhead_s=_within(host_s, OVERHEAD_S))
-        peak, memory, efficiency = _with_peaks_reached(peak, memory, efficiency)
-        entries[name] = {
-            "peak_tflops": peak / TERA,
-            "memory_gib": ranks[kind[0]].memory_bytes / GIB,
-            "memory_bandwidth_gb_per_s": memory / GB,
-            "reserved_gib": known.device.reserved_bytes / GIB if known else 0,
-            "source": f"measured on ranks {', '.join(map(str, kind))}",
-            "efficiency": asdict(efficiency),
-        }
-        entries[name] |= _attention_times([samples[r] for r in kind])
+        entries[name], kind_errors = _device(ranks[kind[0]], kind, [samples[rank] for rank in kind])
         errors |= {f"{name}, {term}": error for term, error in kind_errors.items()}
         for rank in kind:
             names[rank] = name
     return names, entries, errors
 
 
+def _device(facts: RankFacts, ranks: Sequence[int], samples: Samples) -> tuple[JsonDict, dict[str, FitError]]:
+    """Entry of one kind of device from the samples of its ``ranks``, and the errors of the fits.
+
+    Peaks are the catalogue's where it has the device, and what was reached elsewhere.
+    """
+    known = CATALOGUE.get(facts.device) if facts.device != "CPU" else None
+    if known:
+        flops_per_s, bytes_per_s = known.device.peak_flops_per_s, known.device.memory_bytes_per_s
+    else:
+        flops_per_s = median(map(_best_rate, samples))
+        bytes_per_s = median(sample["memory_bytes_per_s"] for sample in samples)
+    efficiency, errors = fit_efficiency(
+        flops_per_s,
+        bytes_per_s,
+        _medians(LayerSample, [sample["layers"] for sample in samples]),
+        _medians(AttentionSample, [sample["attention"] for sample in samples]),
+    )
+    host_s = median(sample.get("message_overhead_s", 0.0) for sample in samples)  # earlier releases have none
+    efficiency = replace(efficiency, message_overhead_s=_within(host_s, OVERHEAD_S))
+    flops_per_s, bytes_per_s, efficiency = _with_peaks_reached(flops_per_s, bytes_per_s, efficiency)
+    entry: JsonDict = {
+        "peak_tflops": flops_per_s / TERA,
+        "memory_gib": facts.memory_bytes / GIB,
+        "memory_bandwidth_gb_per_s": bytes_per_s / GB,
+        "reserved_gib": known.device.reserved_bytes / GIB if known else 0,
+        "source": f"measured on ranks {', '.join(map(str, ranks))}",
+        "efficiency": asdict(efficiency),
+    }
+    return entry | _attention_times(samples), errors
+
+
 def _attention_times(samples: Samples) -> JsonDict:
     """Measured times of attention by tokens, the medians over ranks; earlier releases have none."""
-    tables = [of_rank["attention_table"] for of_rank in samples if "attention_table" in of_rank]
-    rows = zip(*tables, strict=True)
-    return {"attention_s": {str(row[0][0]): median(seconds for _, seconds in row) for row in rows}} if tables else {}
+    tables = [sample["attention_table"] for sample in samples if "attention_table" in sample]
+    if not tables:
+        return {}
+    times = {}
+    for row in zip(*tables, strict=True):  # (tokens, seconds) of every rank
+        times[str(row[0][0])] = median(seconds for _, seconds in row)
+    return {"attention_s": times}
 
 
 def _with_peaks_reached(
     flops_per_s: float, bytes_per_s: float, efficiency: Efficiency
 ) -> tuple[float, float, Efficiency]:
     """Raise peaks that fits exceed, caches or an extrapolation to large sizes, until no share is above 1."""
-    names = ("matmul", "attention_forward", "attention_backward")
-    exceeded = max(1.0, *(getattr(efficiency, name) for name in names))
-    shares = {name: min(getattr(efficiency, name) / exceeded, 1.0) for name in names}
-    peaks = flops_per_s * exceeded, bytes_per_s * max(1.0, efficiency.memory)
-    return *peaks, replace(efficiency, **shares, memory=min(1.0, efficiency.memory))
+    shares = {name: getattr(efficiency, name) for name in ("matmul", "attention_forward", "attention_backward")}
+    exceeded = max(1.0, *shares.values())
+    below = {name: min(share / exceeded, 1.0) for name, share in shares.items()}
+    reached = replace(efficiency, **below, memory=min(1.0, efficiency.memory))
+    return flops_per_s * exceeded, bytes_per_s * max(1.0, efficiency.memory), reached
 
 
 def _best_rate(sample: JsonObject) -> float:
     """The best rate that was measured on a device that no catalogue knows."""
-    return max([float(sample["peak_flops_per_s"]), *(float(layer[1] / layer[3]) for layer in sample["layers"])])
+    layers = [LayerSample(*layer) for layer in sample["layers"]]
+    return max([float(sample["peak_flops_per_s"]), *(float(layer.flops / layer.forward_s) for layer in layers)])
 
 
 def _kinds(ranks: Sequence[RankFacts], samples: Samples) -> list[list[int]]:
     """Ranks by kind of device: equal hardware with one kernel is one kind, unless something slows some of it down."""
-    speed = [1 / sum(sample[3] + sample[4] for sample in rank["layers"]) for rank in samples]
+    speed = [1 / _layers_s(sample) for sample in samples]
     hardware = [(rank.device, rank.memory_bytes, rank.attention) for rank in ranks]
     kinds: list[list[int]] = []
-    for rank in sorted(range(len(ranks)), key=lambda r: (hardware[r], -speed[r], r)):
+    for rank in sorted(range(len(ranks)), key=lambda rank: (hardware[rank], -speed[rank], rank)):
         fastest = kinds[-1][0] if kinds else rank
         if kinds and hardware[fastest] == hardware[rank] and speed[fastest] < SAME_SPEED * speed[rank]:
             kinds[-1].append(rank)
@@ -174,13 +187,29 @@ def _kinds(ranks: Sequence[RankFacts], samples: Samples) -> list[list[int]]:
     return sorted(map(sorted, kinds))
 
 
-def _middle(kind: Any, samples: Sequence[Sequence[float]]) -> Any:
-    """A sample of the medians over ranks; what is not a time is the same on all of them."""
-    return kind(*(v[0] if len(set(v)) == 1 else median(v) for v in zip(*samples, strict=True)))
+def _layers_s(sample: JsonObject) -> float:
+    """Forward and backward of all layers that a rank has timed."""
+    layers = [LayerSample(*layer) for layer in sample["layers"]]
+    return sum(layer.forward_s + layer.backward_s for layer in layers)
+
+
+def _medians(kind: Callable[..., Sample], samples_by_rank: Sequence[Sequence[Sequence[float]]]) -> list[Sample]:
+    """Samples of the medians over ranks; fields that are no times are the same on all of them."""
+
+    def median_of(values: Sequence[float]) -> float:
+        return values[0] if len(set(values)) == 1 else median(values)
+
+    medians = []
+    for same_sample in zip(*samples_by_rank, strict=True):
+        fields = zip(*same_sample, strict=True)
+        medians.append(kind(*map(median_of, fields)))
+    return medians
 
 
 def _unused(name: str, taken: JsonObject) -> str:
-    return name if name not in taken else next(f"{name}#{i}" for i in range(2, 10_000) if f"{name}#{i}" not in taken)
+    """The name, or the first of ``name#2``, ``name#3``, ... that nothing has."""
+    numbered = (f"{name}#{number}" for number in range(2, 10_000))
+    return next(unused for unused in chain([name], numbered) if unused not in taken)
 
 
 def _inside(node: str, members: Sequence[int], samples: Samples) -> tuple[dict[str, float], dict[str, FitError]]:
@@ -189,11 +218,12 @@ def _inside(node: str, members: Sequence[int], samples: Samples) -> tuple[dict[s
         return {"bandwidth_gb_per_s": 1000.0, "latency_us": 0.0}, {}  # a file needs a link, and nobody uses this one
     alone = _fit(samples[members[0]]["links"]["inside"])
     entry = {"bandwidth_gb_per_s": _bandwidth(alone), "latency_us": alone.latency_s / MICRO}
-    crowd = [samples[rank]["links"].get("inside, all at once") for rank in members]
-    pairs = [of_rank for of_rank in crowd if of_rank]
-    if pairs and (total := _together(pairs)) < SHARED_PORT * len(pairs) * alone.bytes_per_s:
-        entry["total_gb_per_s"] = total / GB
-    ports = [([rank], [other for other in members if other != rank], 1.0) for rank in members]
+    pairs = _link_samples("inside, all at once", members, samples)
+    if pairs:
+        total_bytes_per_s = _together(pairs)
+        if total_bytes_per_s < SHARED_PORT * len(pairs) * alone.bytes_per_s:
+            entry["total_gb_per_s"] = total_bytes_per_s / GB
+    ports = [_port_of_rank(rank, members) for rank in members]
     exchange = _all_to_all(f"all-to-all inside {node}", members, samples, ports)
     entry["all_to_all_efficiency"] = _within(exchange.bytes_per_s / alone.bytes_per_s, LINK_RATIO)
     entry["all_to_all_latency_us"] = exchange.latency_s / MICRO
@@ -205,17 +235,18 @@ def _network(nodes: Nodes, samples: Samples) -> tuple[dict[str, float], list[Jso
     node_of = {rank: node for node, members in nodes.items() for rank in members}
     fits: dict[tuple[str, str], TransferFit] = {}
     for name, pairs in rounds_between(list(nodes.values())).items():
-        if name != "between, all at once":
-            for a, b in pairs:
-                fits[node_of[a], node_of[b]] = _fit(samples[a]["links"][name])
+        if name == "between, all at once":
+            continue
+        for sender, receiver in pairs:
+            fits[node_of[sender], node_of[receiver]] = _fit(samples[sender]["links"][name])
     usual = median(fit.bytes_per_s for fit in fits.values())
     latency_s = median(fit.latency_s for fit in fits.values())
     ports = []
     for members in nodes.values():
         others = [rank for rank in node_of if rank not in members]
-        ports += [([rank], others, 1.0) for rank in members]
+        ports += [_Port([rank], others) for rank in members]
         if nic := _shared_nic(members, samples):
-            ports.append((list(members), others, usual / nic))
+            ports.append(_Port(members, others, usual / nic))
     exchange = _all_to_all("all-to-all of all", list(node_of), samples, ports)
     entry = {
         "bandwidth_gb_per_s": _within(usual / GB, POSITIVE),
@@ -223,24 +254,31 @@ def _network(nodes: Nodes, samples: Samples) -> tuple[dict[str, float], list[Jso
         "all_to_all_efficiency": _within(exchange.bytes_per_s / usual, LINK_RATIO),
         "all_to_all_latency_us": exchange.latency_s / MICRO,
     }
-    overrides = [
-        {"between": list(ends), "bandwidth_gb_per_s": _bandwidth(fit), "latency_us": fit.latency_s / MICRO}
-        for ends, fit in fits.items()
-        if not 0.8 < fit.bytes_per_s / usual < 1.25
-    ]
+    overrides: list[JsonDict] = []
+    for ends, fit in fits.items():
+        if not USUAL_LINK[0] < fit.bytes_per_s / usual < USUAL_LINK[1]:
+            link = {"bandwidth_gb_per_s": _bandwidth(fit), "latency_us": fit.latency_s / MICRO}
+            overrides.append({"between": list(ends), **link})
     worst = max((fit.error for fit in fits.values()), key=lambda error: error.median)
     return entry, overrides, {"network": worst, "all-to-all of all": exchange.error}
 
 
 def _shared_nic(members: Sequence[int], samples: Samples) -> float | None:
     """Bandwidth of all ranks of a node together towards another node, if it is less than each got alone."""
-    crowd = [samples[rank]["links"].get("between, all at once") for rank in members]
-    pairs = [of_rank for of_rank in crowd if of_rank]
-    alone = [samples[rank]["links"].get("between 0") for rank in members]
-    rates = [_fit(of_rank).bytes_per_s for of_rank in alone if of_rank]
-    if not rates or len(pairs) < 2 or (total := _together(pairs)) > SHARED_PORT * len(pairs) * rates[0]:
+    pairs = _link_samples("between, all at once", members, samples)
+    alone = _link_samples("between 0", members, samples)
+    if not alone or len(pairs) < 2:
         return None
-    return max(total, rates[0])
+    alone_bytes_per_s, total_bytes_per_s = _fit(alone[0]).bytes_per_s, _together(pairs)
+    if total_bytes_per_s > SHARED_PORT * len(pairs) * alone_bytes_per_s:
+        return None
+    return max(total_bytes_per_s, alone_bytes_per_s)
+
+
+def _link_samples(name: str, members: Sequence[int], samples: Samples) -> list[Sequence[Sequence[float]]]:
+    """Samples of one round of transfers, of the ranks that took part in it."""
+    of_ranks = [samples[rank]["links"].get(name) for rank in members]
+    return [of_rank for of_rank in of_ranks if of_rank]
 
 
 def _together(pairs: Sequence[Sequence[Sequence[float]]]) -> float:
@@ -248,28 +286,39 @@ def _together(pairs: Sequence[Sequence[Sequence[float]]]) -> float:
 
     Their own rates would add up to more than there is where one is done early and the others go on without it.
     """
-    of_all = [
-        TransferSample(sum(num_bytes for num_bytes, _ in same), max(seconds for _, seconds in same))
-        for same in zip(*pairs, strict=True)
-    ]
-    return fit_transfer(of_all).bytes_per_s
+    together = []
+    for same_size in zip(*pairs, strict=True):
+        num_bytes, seconds = zip(*same_size, strict=True)
+        together.append(TransferSample(sum(num_bytes), max(seconds)))
+    return fit_transfer(together).bytes_per_s
 
 
-def _all_to_all(
-    name: str, members: Sequence[int], samples: Samples, ports: Sequence[tuple[list[int], list[int], float]]
-) -> TransferFit:
-    """Bytes at the busiest port against the time of the slowest rank.
+class _Port(NamedTuple):
+    """A port of ranks, their own or a NIC that they share."""
 
-    A port is (the ranks behind it, the ranks beyond it, how much slower it is than a rank's own port).
-    """
+    near: Sequence[int]  # ranks behind it
+    far: Sequence[int]  # ranks beyond it
+    slower: float = 1.0  # how many times as long a byte takes as at a rank's own port
+
+    def load(self, sent_bytes: Mapping[int, float]) -> float:
+        """Bytes at the port, as at a rank's own, if every rank sends so many to each other one."""
+        leaving = sum(sent_bytes[rank] for rank in self.near) * len(self.far)
+        arriving = sum(sent_bytes[rank] for rank in self.far) * len(self.near)
+        return self.slower * max(leaving, arriving)
+
+
+def _port_of_rank(rank: int, members: Sequence[int]) -> _Port:
+    return _Port([rank], [other for other in members if other != rank])
+
+
+def _all_to_all(name: str, members: Sequence[int], samples: Samples, ports: Sequence[_Port]) -> TransferFit:
+    """Bytes at the busiest port against the time of the slowest rank."""
     times = []
-    for step in zip(*(samples[rank]["links"][name] for rank in members), strict=True):
-        sent = dict(zip(members, step[0][0], strict=True))  # by each rank to any one
-        busiest = max(
-            slower * max(sum(sent[rank] for rank in near) * len(far), sum(sent[rank] for rank in far) * len(near))
-            for near, far, slower in ports
-        )
-        times.append(TransferSample(busiest, max(seconds for _, (_, seconds) in step)))
+    of_ranks = [samples[rank]["links"][name] for rank in members]
+    for step in zip(*of_ranks, strict=True):  # (bytes that every rank sends to each other one, (_, seconds)) by rank
+        sent_bytes = dict(zip(members, step[0][0], strict=True))
+        busiest_bytes = max(port.load(sent_bytes) for port in ports)
+        times.append(TransferSample(busiest_bytes, max(seconds for _, (_, seconds) in step)))
     return fit_transfer(times)
 
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ds_hetero.cluster.topology import Efficiency
 from ds_hetero.common.arrays import Floats
+
+# Widths of the grids of half-sizes, each around the best point of the one before; chosen, never measured.
+GRID_SPREADS = (2.0, 1.5, 1.2, 1.1, 1.05)
 
 
 class LayerSample(NamedTuple):
@@ -122,33 +125,35 @@ def _fit_attention(
 
     For given half-sizes the first is linear; they are searched over a grid that is refined around its best point.
     """
-    rows, keys = (np.array([getattr(s, name) for s in samples], dtype=float) for name in ("rows", "keys"))
+    rows = np.array([sample.rows for sample in samples], dtype=float)
+    keys = np.array([sample.keys for sample in samples], dtype=float)
     head_dim = np.array([sample.head_dim for sample in samples], dtype=float)
     times = np.array([[sample.forward_s, sample.backward_s] for sample in samples])
     operations = head_dim[:, None] * (4.0, 10.0)  # per pair of row and key, forward and backward
     causal = np.array([sample.causal for sample in samples])
 
-    def unit(half_rows: float, half_keys: float) -> Floats:
+    def effective_flops(half_rows: float, half_keys: float) -> Floats:
+        """FLOPs of both passes, ``[samples, 2]``, grown by what the half-sizes add: their time is flops / rate."""
         pairs = (rows + half_rows) * (keys + half_keys) * np.where(causal, 0.5, 1.0)
         return np.asarray(pairs[:, None] * operations)
 
-    def linear(half_rows: float, half_keys: float) -> tuple[float, Floats]:
-        work, none = unit(half_rows, half_keys)[~causal], np.zeros(int((~causal).sum()))
-        target = times[~causal].ravel(order="F")
-        features = np.stack([np.r_[work[:, 0], none], np.r_[none, work[:, 1]], np.ones_like(target)], axis=1)
-        fitted = _non_negative(features, target, needed=(0, 1))
-        return float(((features @ fitted / target - 1) ** 2).sum()), fitted
+    def fitted_rates(half_rows: float, half_keys: float) -> tuple[float, Floats]:
+        """Squared relative error over the rectangles, and seconds per FLOP of both passes with the overhead."""
+        flops, none = effective_flops(half_rows, half_keys)[~causal], np.zeros(int((~causal).sum()))
+        target = times[~causal].ravel(order="F")  # all forwards, then all backwards
+        forward, backward = np.r_[flops[:, 0], none], np.r_[none, flops[:, 1]]
+        features = np.stack([forward, backward, np.ones_like(target)], axis=1)
+        coefficients = _non_negative(features, target, needed=(0, 1))
+        return float(((features @ coefficients / target - 1) ** 2).sum()), coefficients
 
-    grids = [np.r_[0.0, np.geomspace(values.min() / 100, values.max(), 13)] for values in (rows, keys)]
-    for spread in (2.0, 1.5, 1.2, 1.1, 1.05):
-        _, half_rows, half_keys = min((linear(r, k)[0], float(r), float(k)) for r in grids[0] for k in grids[1])
-        grids = [
-            np.r_[0.0, np.geomspace(best / spread, best * spread, 7)] if best else grid[:2]
-            for best, grid in zip((half_rows, half_keys), grids, strict=True)
-        ]
-    _, fitted = linear(half_rows, half_keys)
-    s_per_operation, overhead_s = fitted[:2], float(fitted[2])
-    predicted = unit(half_rows, half_keys) * s_per_operation + overhead_s
+    row_grid, key_grid = _coarse_grid(rows), _coarse_grid(keys)
+    for spread in GRID_SPREADS:
+        points = ((float(half_rows), float(half_keys)) for half_rows, half_keys in product(row_grid, key_grid))
+        _, half_rows, half_keys = min((fitted_rates(*point)[0], *point) for point in points)
+        row_grid, key_grid = _finer_grid(row_grid, half_rows, spread), _finer_grid(key_grid, half_keys, spread)
+    _, coefficients = fitted_rates(half_rows, half_keys)
+    s_per_operation, overhead_s = coefficients[:2], float(coefficients[2])
+    predicted = effective_flops(half_rows, half_keys) * s_per_operation + overhead_s
     edge = (rows[:, None] * operations * s_per_operation)[causal] / times[causal]
     missing = 1 - predicted[causal] / times[causal]
     edge_keys = max(float((edge * missing).sum() / (edge**2).sum()), 0.0) if causal.any() else 0.0
@@ -165,6 +170,18 @@ def _fit_attention(
         "attention forward": FitError.of(predicted[:, 0], times[:, 0]),
         "attention backward": FitError.of(predicted[:, 1], times[:, 1]),
     }
+
+
+def _coarse_grid(values: Floats) -> Floats:
+    """Half-sizes from 0 to the largest size that was timed."""
+    return np.asarray(np.r_[0.0, np.geomspace(values.min() / 100, values.max(), 13)])
+
+
+def _finer_grid(grid: Floats, best: float, spread: float) -> Floats:
+    """0 and points around the best one, up to ``spread`` times as large; where 0 is the best, 0 and the next one."""
+    if not best:
+        return grid[:2]
+    return np.asarray(np.r_[0.0, np.geomspace(best / spread, best * spread, 7)])
 
 
 def fit_transfer(samples: Sequence[TransferSample]) -> TransferFit:

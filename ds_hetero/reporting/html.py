@@ -50,10 +50,12 @@ def heading(text: str) -> Markup:
 def html_table(headings: Sequence[Any], rows: Iterable[Sequence[Any]], caption: str = "") -> Markup:
     """A table whose first column names the row."""
     rows = list(rows)
-    of_text = {i for row in rows for i, value in enumerate(row) if _is_sentence(value)}
+    text_columns: set[int] = set()
+    for row in rows:
+        text_columns.update(column for column, value in enumerate(row) if _is_sentence(value))
     head = "".join(
-        f'<th scope="col"{" class=text" if i in of_text else ""}>{_text(heading)}</th>'
-        for i, heading in enumerate(headings)
+        f'<th scope="col"{" class=text" if column in text_columns else ""}>{_text(heading)}</th>'
+        for column, heading in enumerate(headings)
     )
     body = "".join(f'<tr><th scope="row">{_text(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in rows)
     title = f"<caption>{_text(caption)}</caption>" if caption else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -97,7 +98,8 @@ def _uniform(run: RunFile) -> tuple[PlanScenario, Schedule]:
             "this run.json does not say its cards and its model: the job's devices or model were not known to the cost "
             'model. Name them with "cluster" in the section.'
         )
-    names = {device.name for cluster in run.scenario.clusters for device in cluster.devices}
+    devices = chain.from_iterable(cluster.devices for cluster in run.scenario.clusters)
+    names = {device.name for device in devices}
     if len(names) > 1:
         raise PlanError(
             f"a row is of one kind of card, the run had {', '.join(sorted(names))}. Measure each kind alone."
@@ -116,23 +118,32 @@ def _uniform(run: RunFile) -> tuple[PlanScenario, Schedule]:
 def _degrees(schedule: Schedule) -> tuple[int, int]:
     """Ranks of a group and groups of a uniform schedule. Raises `PlanError`: the schedule is not uniform."""
     ranks, groups = len(schedule.ranks), len(schedule.groups)
-    inner, heads = ranks // groups, (schedule.num_heads, schedule.num_kv_heads)
     try:
-        made = usp(ranks, *heads, inner) if 1 < groups < ranks else (ulysses if groups == 1 else ring)(ranks, *heads)
+        uniform = _uniform_schedule(ranks, groups, schedule.num_heads, schedule.num_kv_heads)
     except PlanError:
-        made = None
-    if made is None or _shares(made) != _shares(schedule):
+        uniform = None
+    if uniform is None or _shares(uniform) != _shares(schedule):
         raise PlanError('a row is of a uniform schedule, the run had another one. Run "ulysses", "ring" or "usp".')
-    return inner, groups
+    return ranks // groups, groups
+
+
+def _uniform_schedule(ranks: int, groups: int, num_heads: int, num_kv_heads: int) -> Schedule:
+    """The uniform schedule with so many groups. Raises `PlanError`: heads do not divide so."""
+    if groups == 1:
+        return ulysses(ranks, num_heads, num_kv_heads)
+    if groups == ranks:
+        return ring(ranks, num_heads, num_kv_heads)
+    return usp(ranks, num_heads, num_kv_heads, ranks // groups)
 
 
 def _shares(schedule: Schedule) -> list[tuple[object, ...]]:
     """Ranks, share of the tokens and heads of every group."""
     total = sum(sum(group.tokens) for group in schedule.groups)
-    return [
-        (group.ranks, tuple(tokens * len(schedule.ranks) / total for tokens in group.tokens), group.heads)
-        for group in schedule.groups
-    ]
+    shares: list[tuple[object, ...]] = []
+    for group in schedule.groups:
+        tokens = tuple(weight * len(schedule.ranks) / total for weight in group.tokens)
+        shares.append((group.ranks, tokens, group.heads))
+    return shares
 
 
 def _cards(cluster: Cluster) -> dict[str, object]:
@@ -153,19 +164,37 @@ def _trained(work: Workload) -> dict[str, object]:
         "optimizer": work.offload_optimizer,
         "parameters": work.offload_parameters,
     }
-    recomputed = "full" if work.activation_checkpointing else "selective" if work.selective_checkpointing else "none"
-    adapted = "lora+emb" if work.trains_embedding else "qlora" if work.quantization else "lora"
     return {
         "zero": work.zero_stage,
         "causal": int(work.causal),
         "precision": "bf16" if work.element_bytes == 2 else "fp32",
-        "recompute": recomputed,
-        "peft": adapted if work.adapter_rank else "full",
-        "offload": "+".join(name for name, is_there in offloads.items() if is_there),
+        "recompute": _recomputation(work),
+        "peft": _adapters(work),
+        "offload": "+".join(name for name, is_offloaded in offloads.items() if is_offloaded),
         "compile": "1" if work.compiled else "",
-        "loss": "fused" if work.fused_kernels else "chunked" if work.tiled_logits else "whole",
+        "loss": _loss(work),
         "tiled_mlp": int(work.tiled_mlp),
     }
+
+
+def _recomputation(work: Workload) -> str:
+    if work.activation_checkpointing:
+        return "full"
+    return "selective" if work.selective_checkpointing else "none"
+
+
+def _adapters(work: Workload) -> str:
+    if not work.adapter_rank:
+        return "full"
+    if work.trains_embedding:
+        return "lora+emb"
+    return "qlora" if work.quantization else "lora"
+
+
+def _loss(work: Workload) -> str:
+    if work.fused_kernels:
+        return "fused"
+    return "chunked" if work.tiled_logits else "whole"
 
 
 def _optimizer(work: Workload, name: str | None) -> str:

@@ -25,6 +25,7 @@ from ds_hetero.reporting.timelines import KINDS, Bar, measured_block, measured_s
 from ds_hetero.values.schedule import Schedule
 
 MAX_LANES = 64
+MAX_NAMED_DOCUMENTS = 12  # of a lane; more are counted
 _HEADINGS = ("zone", "ranks", "documents", "tokens")
 _BLOCK_KINDS = ("attention", "model", "all-to-all", "wait")
 _STEP_KINDS = ("forward", "loss", "backward", "step", "wait")
@@ -105,17 +106,15 @@ class ReplicaSections:
         prediction = self.prediction
         headings = ["", "device", "tokens", "heads", "busy", *(f"{name}, GiB" for name in parts), "memory, GiB", "of"]
         headings += ["measured, GiB"] if self.ranks else []
-        cells = [
-            [
-                *(row.name, row.device, f"{tokens[row.rank]:,}", heads[row.rank]),
-                f"{prediction.busy_s[row.rank] / prediction.block_s:.0%}",
-                *(f"{part[row.rank] / GIB:.2f}" for part in parts.values()),
-                bytes_text(prediction.memory_bytes[row.rank]),
-                bytes_text(self.cost.capacity_bytes_D[row.rank]),
-                *([bytes_text(self.ranks[row.rank].memory_bytes)] if self.ranks else []),
-            ]
-            for row in self.rows
-        ]
+        cells = []
+        for row in self.rows:
+            rank = row.rank
+            busy = f"{prediction.busy_s[rank] / prediction.block_s:.0%}"
+            memory_parts = (f"{part[rank] / GIB:.2f}" for part in parts.values())
+            memory = bytes_text(prediction.memory_bytes[rank]), bytes_text(self.cost.capacity_bytes_D[rank])
+            measured = [bytes_text(self.ranks[rank].memory_bytes)] if self.ranks else []
+            shares = row.name, row.device, f"{tokens[rank]:,}", heads[rank]
+            cells.append([*shares, busy, *memory_parts, *memory, *measured])
         return html_table(headings, cells, "Shares and memory of a rank")
 
     def baselines(self) -> list[Markup]:
@@ -177,14 +176,13 @@ class ReplicaSections:
             names.append(f"{row.name} predicted" if self.ranks else row.name)
             rows.append(causes[row.rank])
             if self.ranks:
-                own = self.ranks[row.rank]
+                rank = self.ranks[row.rank]
                 names.append(f"{row.name} measured")
-                waiting_s = own.ring_wait_s + own.idle_s + own.hop_s + own.bubble_s
-                rows.append([own.attention_s, own.model_s, own.all_to_all_s, waiting_s, own.sync_s + own.rest_s])
-        series = [
-            {"name": name, "values": [row[i] for row in rows], "stack": "step", "colour": colour}
-            for i, (name, colour) in enumerate(_CAUSES.items())
-        ]
+                waiting_s = rank.ring_wait_s + rank.idle_s + rank.hop_s + rank.bubble_s
+                rows.append([rank.attention_s, rank.model_s, rank.all_to_all_s, waiting_s, rank.sync_s + rank.rest_s])
+        series = []
+        for i, (name, colour) in enumerate(_CAUSES.items()):
+            series.append({"name": name, "values": [row[i] for row in rows], "stack": "step", "colour": colour})
         label = "A step by cause" + (": predicted above measured" if self.ranks else ", predicted")
         texts = [[name, *map(time_text, row), time_text(sum(row))] for name, row in zip(names, rows, strict=True)]
         when = "A step: what a rank does when; the waiting of a forward or backward is put at its end, in grey"
@@ -206,9 +204,10 @@ class ReplicaSections:
             of_kind = dict.fromkeys(KINDS, 0.0)
             for kind, start_s, stop_s in bars:
                 of_kind[kind] += (stop_s - start_s) * repeats
-            known = [of_kind["attention"], of_kind["model"] + loss_s, of_kind["all-to-all"]]
+            busy = [of_kind["attention"], of_kind["model"] + loss_s, of_kind["all-to-all"]]
             step_s = max(prediction.iteration_s - prediction.block_s * repeats - loss_s, 0.0)
-            rows.append([*known, max(prediction.iteration_s - sum(known) - step_s, 0.0), step_s])
+            waiting_s = max(prediction.iteration_s - sum(busy) - step_s, 0.0)
+            rows.append([*busy, waiting_s, step_s])
         return rows
 
     def _timeline(self, label: str, both: _Timelines, kinds: Sequence[str]) -> Markup:
@@ -227,11 +226,19 @@ class ReplicaSections:
         for row in self.rows:
             for source, of_ranks in both.items():
                 if of_ranks:
-                    bars = of_ranks[row.rank]
-                    sums = [sum(stop - start for name, start, stop in bars if name == kind) for kind in kinds]
-                    least_s = LEAST_SHARE * sum(sums)
-                    rows.append((f"{row.name} {source}", *(time_text(s if s > least_s else 0.0) for s in sums)))
+                    seconds = _seconds_by_kind(of_ranks[row.rank], kinds)
+                    least_s = LEAST_SHARE * sum(seconds)
+                    shown_s = [kind_s if kind_s > least_s else 0.0 for kind_s in seconds]
+                    rows.append((f"{row.name} {source}", *map(time_text, shown_s)))
         return html_table(("", *kinds), rows, caption)
+
+
+def _seconds_by_kind(bars: Sequence[Bar], kinds: Sequence[str]) -> list[float]:
+    """Seconds of all bars of every kind."""
+    durations: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for kind, start_s, stop_s in bars:
+        durations[kind].append(stop_s - start_s)
+    return list(map(sum, durations.values()))
 
 
 def add_documents(page: Page, cost: CostModel, schedule: Schedule, lengths: Sequence[int], of: str) -> None:
@@ -243,13 +250,15 @@ def add_documents(page: Page, cost: CostModel, schedule: Schedule, lengths: Sequ
     units = [_ranks(group.ranks) for group in groups]
     zones = {zone: [0] * len(groups) for zone in ("local", "node", "cluster")}
     for lane in report.placement.lanes:
-        for tokens in lane.tokens:
-            for unit, count in zip(lane.members, tokens, strict=True):
-                zones[lane.zone(report.costs.node)][unit] += count
+        tokens_of_unit = zones[lane.zone(report.costs.node)]
+        for unit, tokens in zip(lane.members, lane.member_tokens, strict=True):
+            tokens_of_unit[unit] += tokens
     label = "Tokens of every unit: in documents that are whole on it, cut inside its machine, cut between machines"
     series = [{"name": zone, "values": values, "stack": "tokens"} for zone, values in zones.items() if any(values)]
     chart = page.chart("bars", label, {"rows": units, "unit": "", "series": series}, 90 + 34 * len(units))
-    others = ", ".join(f"{name} {time_text(s) if s else 'not possible'}" for name, s in report.others_s.items())
+    others = ", ".join(
+        f"{name} {time_text(seconds) if seconds else 'not possible'}" for name, seconds in report.others_s.items()
+    )
     page.section(
         f"Documents and their lanes{of}",
         f"One row of {len(report.documents)} documents, {report.placement.length:,} tokens: a block is predicted to "
@@ -262,17 +271,16 @@ def add_documents(page: Page, cost: CostModel, schedule: Schedule, lengths: Sequ
 
 def _lanes(report: DocumentsReport, units: Sequence[str]) -> list[tuple[str, str, str, str]]:
     """Row of the table for every lane."""
-    index = {document: j for j, document in enumerate(report.documents)}
-    return [
-        (
-            lane.zone(report.costs.node),
-            ", ".join(units[unit] for unit in lane.members),
-            ", ".join(str(index.get(span, "padding")) for span in lane.spans[:12])
-            + (f" and {len(lane.spans) - 12} more" if len(lane.spans) > 12 else ""),
-            f"{sum(stop - start for start, stop in lane.spans):,}",
-        )
-        for lane in report.placement.lanes[:MAX_LANES]
-    ]
+    index = {document: number for number, document in enumerate(report.documents)}
+    rows = []
+    for lane in report.placement.lanes[:MAX_LANES]:
+        members = ", ".join(units[unit] for unit in lane.members)
+        documents = ", ".join(str(index.get(span, "padding")) for span in lane.spans[:MAX_NAMED_DOCUMENTS])
+        if len(lane.spans) > MAX_NAMED_DOCUMENTS:
+            documents += f" and {len(lane.spans) - MAX_NAMED_DOCUMENTS} more"
+        tokens = sum(stop - start for start, stop in lane.spans)
+        rows.append((lane.zone(report.costs.node), members, documents, f"{tokens:,}"))
+    return rows
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from itertools import chain, combinations
 from math import ceil, sqrt
 from typing import Any
 
@@ -35,7 +36,7 @@ def links_picture(cluster: Cluster, schedule: Schedule) -> JsonDict:
     A node is a rank, or on clusters of more than `MAX_DRAWN_RANKS` ranks a machine; its place inside its machine's box
     is 0 to 1 from the left, and a line of ranks from above. The ring goes over the groups' first ranks.
     """
-    group_of = {rank: i for i, group in enumerate(schedule.ring_groups) for rank in group.ranks}
+    group_of = _position_of(schedule)
     by_machine: dict[int, list[int]] = {}
     for rank in schedule.ranks:
         by_machine.setdefault(int(cluster.node_of_rank[rank]), []).append(rank)
@@ -56,18 +57,20 @@ def links_picture(cluster: Cluster, schedule: Schedule) -> JsonDict:
     return {"columns": min(ceil(sqrt(len(names))), 4), "machines": names, "nodes": nodes, "links": edges}
 
 
+def _position_of(schedule: Schedule) -> dict[int, int]:
+    """Ring position of every rank's group."""
+    positions: dict[int, int] = {}
+    for position, group in enumerate(schedule.ring_groups):
+        positions.update(dict.fromkeys(group.ranks, position))
+    return positions
+
+
 def links_table(cluster: Cluster) -> Markup:
     """Every class of links once."""
-    rows = [
-        (
-            link.name,
-            f"{link.bytes_per_s / GB:.4g}",
-            f"{link.latency_s / MICRO:.3g}",
-            f"{link.p2p_efficiency:.0%}",
-            f"{link.all_to_all_efficiency:.0%}",
-        )
-        for link in cluster.link_classes[:MAX_DRAWN_LINKS]
-    ]
+    rows = []
+    for link in cluster.link_classes[:MAX_DRAWN_LINKS]:
+        rate, latency = f"{link.bytes_per_s / GB:.4g}", f"{link.latency_s / MICRO:.3g}"
+        rows.append((link.name, rate, latency, f"{link.p2p_efficiency:.0%}", f"{link.all_to_all_efficiency:.0%}"))
     headings = ("link", "GB/s", "latency, us", "ring reaches", "all-to-all reaches")
     return html_table(headings, rows, "Links, per pair of ranks and direction")
 
@@ -78,9 +81,11 @@ def _text(link: Link) -> str:
 
 def _machine_links(cluster: Cluster, first: dict[int, int]) -> list[list[Any]]:
     """Lines between the first ranks of two machines."""
-    pairs = [(a, b) for a in first for b in first if a < b][:MAX_DRAWN_LINKS]
-    classes = cluster.link_classes
-    return [[f"r{first[a]}", f"r{first[b]}", _text(classes[int(cluster.link_class[a, b])]), False] for a, b in pairs]
+    lines: list[list[Any]] = []
+    for machine, other in combinations(sorted(first), 2):
+        link = cluster.link_classes[int(cluster.link_class[machine, other])]
+        lines.append([f"r{first[machine]}", f"r{first[other]}", _text(link), False])
+    return lines[:MAX_DRAWN_LINKS]
 
 
 def _ring(schedule: Schedule, cluster: Cluster, drawn: dict[int, int] | None) -> list[list[Any]]:
@@ -104,7 +109,7 @@ def scaled_links(cluster: Cluster, factor: float) -> Cluster:
         node = replace(node, link=scaled(node.link), switch_bytes_per_s=None if switch is None else switch * factor)
         return replace(cluster, nodes=(node,))
     nodes = tuple(
-        replace(node, nic_bytes_per_s=None if node.nic_bytes_per_s is None else node.nic_bytes_per_s * factor)
+        node if node.nic_bytes_per_s is None else replace(node, nic_bytes_per_s=node.nic_bytes_per_s * factor)
         for node in cluster.nodes
     )
     links = tuple((pair, scaled(link)) for pair, link in cluster.links)
@@ -139,19 +144,22 @@ class RankRow:
 
 def rank_rows(cost: CostModel, schedule: Schedule, each: bool) -> list[RankRow]:
     """Rows of a replica's ranks, at most `MAX_ROWS`; ``each`` has one of its own, as measured ranks differ."""
-    tokens, heads = schedule.tokens(cost.workload.seq_len), heads_of(schedule)
-    position = {rank: i for i, group in enumerate(schedule.ring_groups) for rank in group.ranks}
+    tokens, heads, position = schedule.tokens(cost.workload.seq_len), heads_of(schedule), _position_of(schedule)
     alike: dict[Any, list[int]] = {}
     for rank in schedule.ranks:
-        does = position[rank], cost.cluster.devices[rank], int(cost.cluster.node_of_rank[rank]), heads[rank]
-        alike.setdefault(rank if each else (*does, tokens[rank] // 16), []).append(rank)
+        place = position[rank], cost.cluster.devices[rank], int(cost.cluster.node_of_rank[rank])
+        work = heads[rank], tokens[rank] // 16  # tokens are rounded: equal ranks may differ by one
+        alike.setdefault(rank if each else (*place, *work), []).append(rank)
     rows = [RankRow(tuple(ranks), cost.cluster.devices[ranks[0]].name) for ranks in alike.values()]
     return sorted(rows, key=lambda row: row.rank)[:MAX_ROWS]
 
 
 def heads_of(schedule: Schedule) -> dict[int, int]:
     """Query heads of every rank."""
-    return {rank: heads for group in schedule.groups for rank, heads in zip(group.ranks, group.heads, strict=True)}
+    heads: dict[int, int] = {}
+    for group in schedule.groups:
+        heads.update(zip(group.ranks, group.heads, strict=True))
+    return heads
 
 
 def price_cards(prices: Sequence[Price]) -> dict[str, str]:
@@ -172,22 +180,22 @@ def price_cards(prices: Sequence[Price]) -> dict[str, str]:
 
 def add_launch(page: Page, described: DescribedPlan) -> None:
     """How to run it: the section, and the launch."""
-    nodes = [node for cluster in described.scenario.clusters for node in cluster.nodes]
+    nodes = list(chain.from_iterable(cluster.nodes for cluster in described.scenario.clusters))
     section = {"heterogeneity": {"schedule": "plan.json"}}
     launch = JobLaunch.of(nodes)
     savers = described.scenario.workload.memory_savers
+    hostfile: list[Markup | str] = []
+    if len(nodes) > 1:
+        hostfile = [
+            "The hosts, in the order of the ranks, with your names of them (hostfile); ds-hetero launch-files writes "
+            "it, and what other launchers take:",
+            preformatted(launch.hostfile.strip()),
+        ]
     page.section(
         "Run it",
         "Save the plan file below as plan.json beside the script, and add this section to ds_config.json:",
         preformatted(json.dumps(section, indent=2)),
-        *(
-            [
-                "The hosts, in the order of the ranks, with your names of them (hostfile); ds-hetero launch-files "
-                "writes it, and what other launchers take:",
-                preformatted(launch.hostfile.strip()),
-            ]
-            * (len(nodes) > 1)
-        ),
+        *hostfile,
         "Add import ds_hetero; ds_hetero.register() before the Trainer or the engine is made, and launch as before:",
         preformatted(launch.deepspeed_line),
         f"The plan counts on {', '.join(savers)}: the job has to set it." if savers else "",
@@ -197,15 +205,11 @@ def add_launch(page: Page, described: DescribedPlan) -> None:
 def add_run(page: Page, run: RunFile) -> None:
     """Add the section."""
     cards = {"Steps measured": f"{run.steps:,}", "Job ended": run.ended, "Written": _moment_text(run.written)}
-    rows = [
-        (
-            number,
-            rank.device,
-            *(time_text(getattr(rank, f"{name}_s")) for name in ("step", "own_min", "own_median", "own_max")),
-            f"{min(_typical(run) / rank.own_median_s, 1.0):.2f}" if rank.own_median_s else "-",
-        )
-        for number, rank in enumerate(run.ranks[:MAX_ROWS])
-    ]
+    rows = []
+    for number, rank in enumerate(run.ranks[:MAX_ROWS]):
+        times = map(time_text, (rank.step_s, rank.own_min_s, rank.own_median_s, rank.own_max_s))
+        score = f"{min(_typical(run) / rank.own_median_s, 1.0):.2f}" if rank.own_median_s else "-"
+        rows.append((number, rank.device, *times, score))
     steps = [one["step"] for one in run.observations]
     parts: list[Markup] = [
         definitions(cards),
@@ -238,7 +242,7 @@ def measured_text(predicted_s: float, run: RunFile) -> str:
 
 def _change_text(change: JsonObject) -> str:
     if "layers" in change:
-        return "layers " + " | ".join("+".join(map(str, own)) for own in change["layers"])
+        return "layers " + " | ".join("+".join(map(str, by_stage)) for by_stage in change["layers"])
     return f"replica {change['replica']}"
 
 

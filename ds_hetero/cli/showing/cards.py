@@ -48,10 +48,17 @@ def _named(names: Sequence[str]) -> tuple[list[CatalogueEntry], dict[str, str]]:
     """Entries of these names, all where there are none, and why others have no entry."""
     if not names:
         return list(CATALOGUE.values()), {}
-    meant = {name: _meant(name) for name in names}
-    entries = [CATALOGUE[each] for cards in meant.values() if not isinstance(cards, str) for each in cards]
-    missing = {name: reason for name, reason in meant.items() if isinstance(reason, str)}
-    return list({entry.device.name: entry for entry in entries}.values()), missing
+    entries: dict[str, CatalogueEntry] = {}  # once each, in the order of the names
+    missing: dict[str, str] = {}
+    for name in names:
+        meant = _meant(name)
+        if isinstance(meant, str):
+            missing[name] = meant
+            continue
+        for card in meant:
+            entry = CATALOGUE[card]
+            entries[entry.device.name] = entry
+    return list(entries.values()), missing
 
 
 def _meant(name: str) -> tuple[str, ...] | str:

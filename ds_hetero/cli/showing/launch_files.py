@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import click
@@ -28,7 +29,7 @@ def launch_files(
     described = read_described_plan(plan)
     if not isinstance(described, DescribedPlan):
         raise PlanError(f"{plan} does not say which hosts it is for. Write it with ds-hetero plan ... --out FILE.")
-    nodes = [node for cluster in described.scenario.clusters for node in cluster.nodes]
+    nodes = list(chain.from_iterable(cluster.nodes for cluster in described.scenario.clusters))
     names = hosts.split(",") if hosts else ()
     launch = JobLaunch.of(nodes, hosts=names, command=command, port=port, interface=interface)
     files = launch_contents(launch)
