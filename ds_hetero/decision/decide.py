@@ -425,7 +425,7 @@ def _decide_tokens(job: _Job, plan: Plan | None) -> JobStart:
         fewer = tokens
         while (fewer := fewer // 2) >= _FEWEST_TOKENS:
             with contextlib.suppress(PlanError):
-                facts = replace(job.facts, section=replace(section, seq_len=fewer))
+                facts = replace(job.facts, section=section.model_copy(update={"seq_len": fewer}))
                 start = _decide_replicas(replace(job, facts=facts), plan)
                 logger.warning(
                     "planned for sequences of %d tokens, since the %d of the model's max_position_embeddings do not "

@@ -128,6 +128,22 @@ def test_a_decision_has_the_plan_and_a_forecast_per_replica() -> None:
     assert decision.zero_weights is None and decision.no_forecast_reason is None
 
 
+def test_a_job_that_names_no_tokens_is_planned_for_those_that_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """Models name 131,072 and more, of which a job of 1,024 needs few: it was refused with advice that it had taken."""
+    model = replace(MODEL, max_seq_len=1 << 22)
+    decision = decide(replace(facts_of(cluster=cluster(4)), model=model), 4, measured=None, on_host=False)
+    (forecast,) = decision.forecasts
+    assert forecast.prediction.feasible
+    (record,) = caplog.records
+    assert re.match(
+        r"planned for sequences of \d+ tokens, since the 4194304 of the model's max_position_embeddings do not fit\. "
+        r'Set "seq_len"',
+        record.getMessage(),
+    )
+    with pytest.raises(PlanError, match="no schedule of"):  # what the section names is not changed
+        decide(facts_of(cluster=cluster(4), seq_len=1 << 22), 4, measured=None, on_host=False)
+
+
 def test_shares_of_the_optimizer_state_follow_the_memory_that_is_left() -> None:
     section: dict[str, Any] = {"cluster": cluster(4), "schedule": "ulysses", "seq_len": 8192}
     weights = decide(facts_of(**section, zero_partition="memory"), 4, measured=None, on_host=False).zero_weights
