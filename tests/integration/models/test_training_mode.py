@@ -116,7 +116,7 @@ WRONG: dict[_Layer, str] = {
 }
 RIGHT: tuple[_Layer, ...] = (_Scale, _Rates)
 TOLD: dict[_Layer, str] = {
-    _OwnGenerator: "another thing every time",
+    _OwnGenerator: "something else every time",
     _SeveralRows: "ValueError: expected more rows when training",
 }
 

@@ -130,7 +130,7 @@ def test_what_cannot_be_read_is_refused_by_name_on_every_rank(tmp_path):
     expected = [
         "on ranks [0, 2, 3, 4] of 5",
         "adapters",
-        "/nowhere is no folder",
+        "/nowhere has no config.json",
         "no model.layers.2.input_layernorm.weight",
         "model.norm.weight is [3] in the folder and [32] in the model",
         "neither model.safetensors nor",

@@ -292,13 +292,15 @@ def test_a_model_that_mixes_the_logits_of_words_is_not_cut_by_words(change, refu
     model.forward = forward
     reasons = impossible_inners(model)
     assert set(reasons) == ({"tensor"} if refused else set())
-    assert "depends on those of others" in reasons.get("tensor", "depends on those of others")
+    assert "depends on the logits of other words" in reasons.get("tensor", "depends on the logits of other words")
 
 
 def test_words_that_are_too_few_for_a_degree_are_refused():
     model = llama(vocab_size=9, num_hidden_layers=LAYERS, num_key_value_heads=HEADS)
     plan = plan_of(pipeline(1, 1, {"ranks": [0, 1, 2, 3], "layers": [0, LAYERS], "inner": "tensor"}), kv_heads=HEADS)
-    with pytest.raises(ModelError, match="has 9 words, of which tensor parallelism over 4 ranks leaves the last rank"):
+    with pytest.raises(
+        ModelError, match="has a vocabulary of 9 words: tensor parallelism over 4 ranks leaves none to the last rank"
+    ):
         check_stages(model, read_plan(plan))
 
 

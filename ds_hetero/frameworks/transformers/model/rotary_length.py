@@ -1,8 +1,15 @@
-"""Rotary embeddings whose frequencies depend on the length of the sequence (``dynamic``, ``longrope``), on shards.
+"""Rotary embeddings whose frequencies depend on the sequence length (``dynamic``, ``longrope``), on shards.
 
-transformers takes the largest position that a rotary module is given for the length. During a sharded forward it is
-given one more position, the largest of the whole batch, whose angles are taken off again. So frequencies are those of
-one process, to the bit, by the module's own code.
+transformers computes the length from the largest position that a rotary module receives. On a shard that would be the
+largest position of this rank. So during a sharded forward, a hook appends the largest position of the whole batch, and
+a second hook removes its angles from the result. The module's own code then computes the frequencies of one process,
+to the bit.
+
+    positions of this rank    [0 1 2 3]        of a batch with 8 positions
+    the module receives       [0 1 2 3 7]      and computes the length 8
+    the caller gets angles of [0 1 2 3]
+
+Dimension key: B rows, s tokens of this rank, D head size.
 """
 
 from __future__ import annotations
@@ -21,14 +28,19 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")  # parts of the names of rope types
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Whether ``module`` is a rotary embedding of such a type, or of several by type of layer with such among them."""
-    kinds = getattr(module, "rope_type", None)
-    by_layer = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
-    return any(isinstance(kind, str) and any(name in kind for name in LENGTH_DEPENDENT) for kind in by_layer)
+    """Return True for a rotary embedding whose rope type, or that of any of its layer types, depends on the length."""
+    rope_type = getattr(module, "rope_type", None)
+    # A dict by type of layer in models that mix them: {"full_attention": "longrope", "sliding_attention": "default"}.
+    rope_types = list(rope_type.values()) if isinstance(rope_type, dict) else [rope_type]
+    return any(_is_length_dependent(rope_type) for rope_type in rope_types)
+
+
+def _is_length_dependent(rope_type: object) -> bool:
+    return isinstance(rope_type, str) and any(name in rope_type for name in LENGTH_DEPENDENT)
 
 
 class RopeLength:
-    """Tells the rotary modules of a model's ``decoder`` how long its sequences are, while a sharded forward runs."""
+    """Hooks that give the rotary modules of a model's ``decoder`` the length of the batch during a sharded forward."""
 
     def __init__(self, decoder: nn.Module) -> None:
         self._modules = [module for module in decoder.modules() if depends_on_length(module)]
@@ -39,13 +51,13 @@ class RopeLength:
             self._hooks.append(module.register_forward_hook(self._after))
 
     def begin(self, positions: Tensor, replica: Replica) -> None:
-        """A forward on a shard begins.
+        """Start a forward on a shard: agree on the largest position of the batch.
 
         Args:
             positions: of the shard, [B, s] or [axes, B, s].
 
         Caller: every rank of the replica.
-        Collectives: one all_reduce of one integer, for a model that has such modules.
+        Collectives: one all_reduce of one integer if the model has length-dependent rotary modules, else none.
         """
         if self._modules:
             last = positions.max().reshape(1).to(message_device(replica.sp_group), torch.int64)
@@ -53,15 +65,16 @@ class RopeLength:
             self._last = int(last)
 
     def end(self) -> None:
-        """The forward is over."""
+        """End the forward: the hooks do nothing until the next `begin`."""
         self._last = None
 
     def restore(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: Entries) -> Any:
+        """Append the batch's largest position to this rank's: [..., s] -> [..., s + 1]."""
         if self._last is None:
             return args, kwargs
         positions: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
@@ -72,8 +85,9 @@ class RopeLength:
         return (args[0], longer, *args[2:]), kwargs
 
     def _after(self, module: nn.Module, args: object, output: Any) -> Any:
+        """Remove the angles of the appended position: [..., s + 1, D] -> [..., s, D]."""
         if self._last is None:
             return output
-        if isinstance(output, Tensor):  # [..., s + 1, D], complex
+        if isinstance(output, Tensor):  # complex numbers, as Llama 4 has them
             return output[..., :-1, :]
         return tuple(angles[..., :-1, :] for angles in output)  # cosines and sines

@@ -1,8 +1,10 @@
-"""Two runs compared, token by token and module by module, against what rounding does to the model.
+"""Compare two runs of a piece, token by token and module by module, against the rounding noise of the model.
 
-The error of a token is the root mean square of its difference over that of the whole tensor. A module may differ by
-`FACTOR` times its own noise, which a second whole run with embeddings shaken by one unit of rounding shows, plus
-`FLOOR` units of rounding, plus `FLOOR_OF_ORDER` units of fp32.
+    error of a token    = rms(seen - expected at this token) / rms(expected over all tokens)
+    noise of a module   = largest such error of an unsharded run whose embeddings were changed by one unit of rounding
+    allowed             = FACTOR * noise + FLOOR * eps of the model's dtype + FLOOR_OF_ORDER * eps of fp32
+
+Example, an output in bf16 (eps 0.0078) with noise 0.01: allowed is 8 * 0.01 + 2 * 0.0078 = 0.096.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from torch import Tensor
 from ds_hetero.frameworks.transformers.self_check.recorded_run import ModuleOutput, RecordedRun
 from ds_hetero.runtime.data.shards import cut
 
-FACTOR = 8.0
-FLOOR = 2.0
+FACTOR = 8.0  # chosen, never measured; one random change of embeddings samples the noise, but does not bound it
+FLOOR = 2.0  # units of the model's dtype; chosen, never measured: one rounding of the result in each run
 # Of gradients of parameters. Terms of a sum over tokens that nearly cancel are each rounded in the model's dtype: 12
 # units were seen in bf16, of the bias of a norm of RoBERTa-PreLayerNorm; embeddings shaken by one unit show a tenth.
 FLOOR_OF_TERMS = 16.0
@@ -37,110 +39,143 @@ class _Key(NamedTuple):
 
 
 Errors = dict[_Key, Tensor]
-"""By output, gradient or loss: the error of every token of this rank, in the order in which faults are named."""
+"""Errors of this rank's tokens, by kind and module, in the order in which faults are reported."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """Which tokens of the piece this rank holds."""
+class LocalTokens:
+    """The tokens of the piece that this rank has in the sharded run."""
 
     intervals: tuple[tuple[int, int], ...]  # of positions; empty for a rank without tokens
-    real: Tensor  # [B, n], true where a token of the whole piece is no padding
+    real: Tensor  # [B, n], True for tokens of the unsharded piece that are not padding
 
     @property
-    def own_real(self) -> Tensor:
-        """[B, s], true where a token of this rank is no padding."""
+    def local_real(self) -> Tensor:
+        """[B, s], True for tokens of this rank that are not padding."""
         return cut(self.real, self.intervals)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one module is from the whole run on this rank, at its worst token."""
+    """The largest error of one module on this rank, and the error that is allowed there."""
 
     kind: str  # ``"output"``, ``"gradient"``, ``"input"``, ``"parameter"`` or ``"loss"``
     module: str  # or parameter
     error: float  # relative, of the worst token
-    allowed: float  # what rounding accounts for
-    ratio: float  # error over what is allowed; a fault above 1
+    allowed: float  # relative error that rounding can cause
+    ratio: float  # error / allowed; a fault above 1
 
 
-def compare_runs(whole: RecordedRun, sharded: RecordedRun, held: Held) -> Errors:
-    """Return the errors of a sharded run: outputs in forward order, gradients in backward order, the rest."""
+def compare_runs(whole: RecordedRun, sharded: RecordedRun, tokens: LocalTokens) -> Errors:
+    """Return the errors of a sharded run.
+
+    The order is that of the computation, so that the first fault is nearest to its cause: outputs in forward order,
+    gradients in backward order, then inputs, parameters and the loss.
+    """
     errors: Errors = {}
+    gradients_from_the_top = dict(reversed(whole.gradients.items()))
     for kind, expected, seen in (
         (OUTPUT, whole.outputs, sharded.outputs),
-        (GRADIENT, dict(reversed(whole.gradients.items())), sharded.gradients),
+        (GRADIENT, gradients_from_the_top, sharded.gradients),
         (INPUT, whole.inputs, sharded.inputs),
     ):
         for place, reference in expected.items():
             if place in seen:
-                errors[_Key(kind, place)] = _errors(reference, seen[place], held)
+                errors[_Key(kind, place)] = _token_errors(reference, seen[place], tokens)
     return {**errors, **_parameter_errors(whole, sharded), **_loss_error(whole, sharded)}
 
 
-def noise_of(whole: RecordedRun, shaken: RecordedRun, held: Held) -> dict[_Key, float]:
-    """Return the largest error that rounding alone makes, from a whole run with slightly shaken embeddings."""
-    everything = Held(((0, held.real.shape[1]),), held.real)
-    return {key: _largest(errors) for key, errors in compare_runs(whole, shaken, everything).items()}
+def noise_of(whole: RecordedRun, shaken: RecordedRun, tokens: LocalTokens) -> dict[_Key, float]:
+    """Return the rounding noise of every module, from a second unsharded run with slightly changed embeddings."""
+    num_tokens = tokens.real.shape[1]
+    all_tokens = LocalTokens(((0, num_tokens),), tokens.real)
+    return {key: _largest(errors) for key, errors in compare_runs(whole, shaken, all_tokens).items()}
 
 
-def least(first: Errors, again: Errors) -> Errors:
-    """Return each token's smaller error of two pairs: a tie in a router moves to other tokens, a fault stays."""
-    return {
-        key: torch.minimum(errors, again[key]) if key in again and again[key].shape == errors.shape else errors
-        for key, errors in first.items()
-    }
+def least(errors: Errors, of_next_pair: Errors) -> Errors:
+    """Return each token's smaller error of two pairs of runs.
+
+    The pairs have different embeddings. An error from a tie between two experts of a router moves to other tokens, but
+    an error from a fault stays.
+    """
+    smaller: Errors = {}
+    for key, first in errors.items():
+        second = of_next_pair.get(key)
+        is_comparable = second is not None and second.shape == first.shape
+        smaller[key] = torch.minimum(first, second) if second is not None and is_comparable else first
+    return smaller
 
 
 def worst(errors: Errors, noise: Mapping[_Key, float], eps: float) -> list[Difference]:
-    """The worst token of every module, in the order in which faults are named; ``eps`` of the model's dtype."""
+    """Return the worst token of every module, in the order of ``errors``. ``eps``: of the model's dtype."""
+    eps_fp32 = torch.finfo(torch.float32).eps
     differences = []
-    for key, values in errors.items():
-        error, rounding = _largest(values), noise.get(key, 0.0)
-        eps_of_fp32 = torch.finfo(torch.float32).eps
-        floor = FLOOR * eps + FLOOR_OF_ORDER * eps_of_fp32
+    for key, token_errors in errors.items():
+        error = _largest(token_errors)
+        floor = FLOOR * eps + FLOOR_OF_ORDER * eps_fp32
         if key.kind == PARAMETER:
-            floor = FLOOR_OF_TERMS * eps + FLOOR_OF_SUMS * eps_of_fp32
-        allowed = FACTOR * rounding + floor
+            floor = FLOOR_OF_TERMS * eps + FLOOR_OF_SUMS * eps_fp32
+        allowed = FACTOR * noise.get(key, 0.0) + floor
         differences.append(Difference(key.kind, key.place.module, error, allowed, error / allowed))
     return differences
 
 
 def faults(differences_of_ranks: Sequence[Sequence[Difference]]) -> list[tuple[int, Difference]]:
-    """Return (rank, difference) of what exceeds rounding, one rank per module, in the order of naming."""
-    longest = max(differences_of_ranks, key=len)
+    """Return (rank, difference) for modules that differ by more than rounding, of each the rank with the worst."""
+    most_modules = max(len(differences) for differences in differences_of_ranks)
     out = []
-    for i in range(len(longest)):
-        of_ranks = [(d[i], rank) for rank, d in enumerate(differences_of_ranks) if i < len(d)]
-        difference, rank = max(of_ranks, key=lambda entry: (entry[0].ratio, -entry[1]))
-        if not difference.ratio <= 1:
-            out.append((rank, difference))
+    for index in range(most_modules):
+        worst_rank, worst_difference = -1, None
+        for rank, differences in enumerate(differences_of_ranks):
+            if index >= len(differences):
+                continue
+            if worst_difference is None or differences[index].ratio > worst_difference.ratio:
+                worst_rank, worst_difference = rank, differences[index]
+        assert worst_difference is not None
+        # "not <=" rather than ">": NaN is a fault.
+        if not worst_difference.ratio <= 1:
+            out.append((worst_rank, worst_difference))
     return out
 
 
-def _errors(reference: Tensor, seen: Tensor, held: Held) -> Tensor:
-    if not held.intervals:
+def _token_errors(reference: Tensor, seen: Tensor, tokens: LocalTokens) -> Tensor:
+    """Return the relative error of each real token of this rank; infinity if the shapes differ.
+
+    Args:
+        reference: [B, n, ...] of the unsharded run.
+        seen: [B, s, ...] of this run.
+    """
+    if not tokens.intervals:
         return torch.zeros(1)
-    expected = cut(reference.double(), held.intervals)
+    expected = cut(reference.double(), tokens.intervals)
     if expected.shape != seen.shape:
         return torch.full((1,), torch.inf)
-    size = _by_token(reference.double().cpu())[held.real].square().mean().sqrt().clamp(min=1e-30)
-    errors = _by_token(seen.double().cpu() - expected) / size
-    return errors.masked_fill(~_by_token(expected).isfinite(), 0)[held.own_real]  # what one process breaks is no fault
+    size = _rms_by_token(reference.double().cpu())[tokens.real].square().mean().sqrt().clamp(min=1e-30)
+    errors = _rms_by_token(seen.double().cpu() - expected) / size
+    # A token that is not finite in one process either is the model's own fault, not the sharding's.
+    errors = errors.masked_fill(~_rms_by_token(expected).isfinite(), 0)
+    return errors[tokens.local_real]
 
 
 def _parameter_errors(whole: RecordedRun, sharded: RecordedRun) -> Errors:
-    """Errors of projected gradients, one of each parameter; ``sharded`` holds sums over all ranks.
+    """Return one error per parameter, of its projected gradient.
 
-    An error is relative to the whole gradient, or to those of the ranks where they nearly cancel each other.
+    The error is relative to the unsharded gradient, or to the sum of the ranks' sizes if that is larger, as it is when
+    the ranks' gradients nearly cancel each other.
+
+    Args:
+        sharded: with projections and sizes that were summed over all ranks.
     """
-    finite = {name: size for name, size in whole.sizes.items() if isfinite(size)}  # what one process breaks is no fault
-    least_size = 1e-7 * max(finite.values(), default=0.0)  # a unit of rounding; smaller sums are of rounding alone
+    # A gradient that is not finite in one process either is the model's own fault.
+    finite_sizes = {name: size for name, size in whole.sizes.items() if isfinite(size)}
+    # About one unit of fp32 relative to the largest gradient; smaller gradients are rounding alone.
+    smallest_size = 1e-7 * max(finite_sizes.values(), default=0.0)
     errors: Errors = {}
-    for name, size in finite.items():
+    for name, size in finite_sizes.items():
         reference = whole.projections[name]
         seen = sharded.projections.get(name, torch.zeros_like(reference))
-        error = (seen - reference).square().mean().sqrt() / max(size, sharded.sizes.get(name, 0.0), least_size, 1e-30)
+        scale = max(size, sharded.sizes.get(name, 0.0), smallest_size, 1e-30)
+        error = (seen - reference).square().mean().sqrt() / scale
         errors[_Key(PARAMETER, ModuleOutput(name, 0, 0))] = error[None]
     return errors
 
@@ -152,12 +187,13 @@ def _loss_error(whole: RecordedRun, sharded: RecordedRun) -> Errors:
     return {_Key(LOSS, ModuleOutput("the loss", 0, 0)): torch.tensor([error])}
 
 
-def _by_token(tensor: Tensor) -> Tensor:
+def _rms_by_token(tensor: Tensor) -> Tensor:
+    """Reduce all dimensions but the first two: [B, n, ...] -> [B, n]."""
     return tensor.reshape(*tensor.shape[:2], -1).square().mean(2).sqrt()
 
 
 def _largest(errors: Tensor) -> float:
-    """Return the largest error; infinity if one is no number."""
+    """Return the largest error; infinity if one is NaN."""
     if not errors.numel():
         return 0.0
     return float(errors.nan_to_num(torch.inf).max())

@@ -1,8 +1,8 @@
-"""Features of a batch that show more of a model than those before it: the self-check runs once for every such feature.
+"""Features of a batch that can make a model run other code: the self-check runs once for every new set of them.
 
 A model may have code for padding, for packed documents or for an argument that its first batch does not have. Features
-are few, and cheap to see. A value of one token is none of them: a module that looks for certain tokens is known by its
-name alone, see `ds_hetero.frameworks.transformers.model.model_checks`.
+are few, and cheap to compute. Token values are not among them: modules that look for certain tokens are recognized by
+their name only, see `ds_hetero.frameworks.transformers.model.model_checks`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,31 @@ _ROWS_OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask")
 
 
 def features_of(model: ShardedModel, batch: Batch) -> frozenset[str]:
-    """Name what the self-check could see in the rows it would look at, of a batch and of the model's adapters."""
-    given = {name: entry for name, entry in batch.items() if entry is not None}
-    shapes = sorted(f"{name}[{entry.dim()}]" if isinstance(entry, Tensor) else name for name, entry in given.items())
-    tensors = {name: entry for name, entry in given.items() if isinstance(entry, Tensor)}
+    """Return the features of the rows that a self-check of this batch would run, and the model's active adapters.
+
+    Example, a padded batch: {"entries attention_mask[2], input_ids[2], labels[2]", "adapters ()", "several rows",
+    "padding"}.
+    """
+    entries = {name: entry for name, entry in batch.items() if entry is not None}
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, Tensor)}
+    names_with_dims = [f"{name}[{tensors[name].dim()}]" if name in tensors else name for name in entries]
     tokens = tensors["input_ids"] if "input_ids" in tensors else tensors["inputs_embeds"]
-    rows = {name: entry[:ROWS] for name, entry in tensors.items() if name in _ROWS_OF_TOKENS}
-    packing, images = tensors.get("cu_seq_lens_q"), tensors.get("mm_token_type_ids")
-    is_there = {
-        "several rows": len(tokens) > 1,
-        "padding": not bool(real_tokens(rows).all()),
-        "padding on the left": has_left_padding(rows),
-        "documents": first_restart(tensors, tokens.shape[1]) is not None or (packing is not None and len(packing) > 2),
-        "images": images is not None and bool(images.any()),
-    }
-    names = (name for name, there in is_there.items() if there)
-    return frozenset({f"entries {', '.join(shapes)}", f"adapters {model.active_adapters}", *names})
+    checked_rows = {name: entry[:ROWS] for name, entry in tensors.items() if name in _ROWS_OF_TOKENS}
+
+    boundaries = tensors.get("cu_seq_lens_q")
+    has_several_sequences = boundaries is not None and len(boundaries) > 2
+    has_restart = first_restart(tensors, tokens.shape[1]) is not None
+    images = tensors.get("mm_token_type_ids")
+
+    features = {f"entries {', '.join(sorted(names_with_dims))}", f"adapters {model.active_adapters}"}
+    if len(tokens) > 1:
+        features.add("several rows")
+    if not bool(real_tokens(checked_rows).all()):
+        features.add("padding")
+    if has_left_padding(checked_rows):
+        features.add("padding on the left")
+    if has_restart or has_several_sequences:
+        features.add("documents")
+    if images is not None and bool(images.any()):
+        features.add("images")
+    return frozenset(features)

@@ -1,13 +1,12 @@
-"""Gradients of parameters on a piece of a batch, whole and sharded, by a random projection of each.
+"""Gradients of parameters in the self-check, compared by a random projection of each.
 
-Outputs of modules and the gradients at them show a fault wherever it changes what tokens get. A layer that mixes tokens
-and begins as zero (a convolution over neighbours, as Canon layers; the zero convolution of adapters) changes nothing at
-first: outputs and gradients of all tokens are right, and its own gradient is not.
+Why: outputs of modules, and the gradients at them, show a fault only if it changes a token. A layer that mixes tokens
+and starts at zero (Canon layers' convolution over neighbours, the zero convolution of adapters) changes no token at
+first: all outputs and their gradients are right, and only its own gradient is wrong.
 
-A run takes the gradient of a second leaf with the parameter's storage, which stands in the parameter's place in its
-module. Hooks of any ZeRO stage, and of scripts, are the parameter's; none of them fires. On ZeRO-3 the leaf stands
-there only while the module itself runs, between its gathering and its release, and keeps the gathered values alive
-until the backward has ended.
+How: in each module, a second leaf with the storage of the parameter takes the parameter's place during a run. Gradient
+hooks of ZeRO and of scripts belong to the parameter, so none of them fires. With ZeRO-3 the leaf stands there only
+while the module runs, between gather and release, and it keeps the gathered values alive until the backward ends.
 """
 
 from __future__ import annotations
@@ -22,83 +21,96 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_hetero.frameworks.transformers.model.model_checks import containers_of_experts
 
-# Elements, and so memory: 16 MiB of gradients in fp32 at every comparison, and 64 MiB by turns.
+# Limits on memory, chosen: 16 MiB of fp32 gradients at every comparison, and 64 MiB more for those that take turns.
 MOST_ELEMENTS = 1 << 22  # of parameters that are compared every time, smallest first
-MOST_ELEMENTS_IN_TURN = 1 << 24  # of parameters that are compared by turns
+MOST_ELEMENTS_IN_TURN = 1 << 24  # of parameters that take turns
 
-NUM_SUMS = 16  # numbers of a projection; their root mean square varies by a sixth between random signs
+NUM_SUMS = 16  # numbers in a projection; their root mean square varies by a sixth between draws of signs
 
-# What ZeRO-3 reads of parameters that stand in modules. While a child is released: which of its parameters the modules
-# that come next share with it (partitioned_param_coordinator.py, __params_to_release); a module that has parameters of
-# its own and children stands changed then. In the backward of a linear layer: whether its weight is gathered
-# (linear.py).
+# Attributes that ZeRO-3 reads from whatever stands in a module's _parameters, so the leaf needs them, too:
+# - partitioned_param_coordinator.py, __params_to_release, when a child module is released: it compares ids with the
+#   parameters of modules that run next, of which a parent with parameters of its own has leaves at that moment;
+# - linear.py, backward of a linear layer: it asks whether the weight is gathered.
 _READ_BY_ZERO_3 = ("ds_id", "ds_numel", "ds_status")
 
 
 def compared_parameters(model: nn.Module, decoder: nn.Module, comparison: int) -> list[str]:
-    """Names of trained parameters whose gradients are compared; the same on every rank.
+    """Return the names of trained parameters whose gradients this comparison covers; the same on every rank.
 
-    In a mixture of experts in half precision none is: rounding moves tokens between experts from run to run, and one
-    token more is a tenth of a gradient of a piece.
+    The smallest parameters are compared every time, larger ones take turns, those above `MOST_ELEMENTS_IN_TURN` never
+    are. A mixture of experts in half precision compares none: rounding moves tokens between experts from run to run,
+    and one token more is a tenth of a gradient of a piece.
+
+    Example: parameters of 3M, 2M, 9M and 20M elements. 2M is compared every time, since 2M + 3M exceed 4M. 3M and 9M
+    together are one turn. 20M is too large.
 
     Args:
         model: before a check has changed ``requires_grad``.
-        decoder: part of it whose parameters alone are compared; every rank runs all of what is outside.
-        comparison: number of the comparison, from 0, by which large parameters take turns.
+        decoder: the part of the model whose parameters are compared; modules outside it run unsharded on every rank.
+        comparison: number of the comparison, from 0.
     """
-    inside = {id(parameter) for parameter in decoder.parameters() if parameter.requires_grad}
-    named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in inside}
-    if containers_of_experts(model) and any(parameter.dtype.itemsize < 4 for parameter in named.values()):
+    ids_of_decoder = {id(parameter) for parameter in decoder.parameters() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ids_of_decoder}
+    is_half = any(parameter.dtype.itemsize < 4 for parameter in trained.values())
+    if is_half and containers_of_experts(model):
         return []
-    sizes = {name: int(getattr(one, "ds_numel", one.numel())) for name, one in named.items()}
-    chosen: list[str] = []
+    # With ZeRO-3, numel() of a parameter that is not gathered is 0.
+    sizes = {name: int(getattr(parameter, "ds_numel", parameter.numel())) for name, parameter in trained.items()}
+    always: list[str] = []
     turns: list[list[str]] = []
-    room, room_of_turn = MOST_ELEMENTS, 0
+    room, room_in_turn = MOST_ELEMENTS, 0
     for name in sorted(sizes, key=lambda name: (sizes[name], name)):
         size = sizes[name]
         if size <= room:
-            chosen.append(name)
+            always.append(name)
             room -= size
             continue
-        room = 0
+        room = 0  # from the first parameter that does not fit, all take turns
         if size > MOST_ELEMENTS_IN_TURN:
             break
-        if size > room_of_turn:
+        if size > room_in_turn:
             turns.append([])
-            room_of_turn = MOST_ELEMENTS_IN_TURN
+            room_in_turn = MOST_ELEMENTS_IN_TURN
         turns[-1].append(name)
-        room_of_turn -= size
-    return chosen + (turns[comparison % len(turns)] if turns else [])
+        room_in_turn -= size
+    if not turns:
+        return always
+    return always + turns[comparison % len(turns)]
 
 
 class Leaves:
-    """Second leaves of chosen parameters, during one run."""
+    """Second leaves that stand for some of a model's parameters during one run."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self._model = model
         by_name = dict(model.named_parameters())
-        self._names = {id(by_name[name]): name for name in names}
+        self._name_of = {id(by_name[name]): name for name in names}
         self._leaves: dict[str, nn.Parameter] = {}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Let the leaves stand for the parameters inside."""
+        """Replace the parameters by their leaves inside."""
         hooks: list[RemovableHandle] = []
         replaced: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []
         try:
             for module in self._model.modules():
-                own = {key: one for key, one in module._parameters.items() if id(one) in self._names}
-                parameters = {key: one for key, one in own.items() if one is not None}
+                parameters = {
+                    key: parameter
+                    for key, parameter in module._parameters.items()
+                    if parameter is not None and id(parameter) in self._name_of
+                }
                 if not parameters:
                     continue
                 replaced.append((module, parameters))
-                if any(hasattr(one, "ds_id") for one in parameters.values()):  # ZeRO-3
-                    hooks.append(module.register_forward_pre_hook(self._replacing(parameters)))
-                    # Before the hooks of ZeRO-3, which look at the module's parameters again.
-                    after = _putting_back(parameters)
-                    hooks.append(module.register_forward_hook(after, always_call=True, prepend=True))
-                else:
+                uses_zero3 = any(hasattr(parameter, "ds_id") for parameter in parameters.values())
+                if not uses_zero3:
                     self._replace(module, parameters)
+                    continue
+                # ZeRO-3 gathers in a pre-hook and releases in a post-hook. This pre-hook comes last, after the gather;
+                # this post-hook comes first, so that the release finds the parameters themselves in the module.
+                hooks.append(module.register_forward_pre_hook(self._replacing(parameters)))
+                put_back = _putting_back(parameters)
+                hooks.append(module.register_forward_hook(put_back, always_call=True, prepend=True))
             yield
         finally:
             for hook in hooks:
@@ -108,7 +120,7 @@ class Leaves:
 
     @property
     def leaves(self) -> Mapping[str, nn.Parameter]:
-        """By name of a parameter, the leaf that stood for it."""
+        """The leaf of each replaced parameter, by the parameter's name."""
         return self._leaves
 
     def _replacing(self, parameters: Mapping[str, nn.Parameter]) -> Callable[..., None]:
@@ -116,15 +128,16 @@ class Leaves:
 
     def _replace(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         for key, parameter in parameters.items():
-            if parameter.numel() == 0:  # not gathered
+            if parameter.numel() == 0:  # ZeRO-3 has not gathered it
                 continue
-            name = self._names[id(parameter)]
+            name = self._name_of[id(parameter)]
             if name not in self._leaves:
                 self._leaves[name] = _leaf_of(parameter)
             module._parameters[key] = self._leaves[name]
 
 
 def _leaf_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Return another leaf with the parameter's storage and the attributes that ZeRO-3 reads."""
     leaf = nn.Parameter(parameter.detach())
     for name in _READ_BY_ZERO_3:
         if hasattr(parameter, name):
@@ -133,7 +146,10 @@ def _leaf_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def project(name: str, gradient: Tensor) -> Tensor:
-    """At most NUM_SUMS sums of the elements with random signs, every element in one of them; alike on every rank."""
+    """Return NUM_SUMS sums of a gradient's elements with random signs, each element in one sum.
+
+    The signs depend on the name only, so they are the same on every rank.
+    """
     flat = gradient.detach().flatten()
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     signs = torch.randint(0, 2, (flat.numel(),), generator=generator, dtype=torch.int8) * 2 - 1

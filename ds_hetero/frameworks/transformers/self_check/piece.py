@@ -1,8 +1,13 @@
-"""A short piece of a batch: a few dozen tokens a rank, of two rows, with the batch's own keys.
+"""Cut a short piece out of a batch for the self-check: two rows, a few dozen tokens per rank, all keys of the batch.
 
-It must have what shows a fault: labels; padding, if the batch is padded; a border between documents, if it is packed;
-and no part that looks like the whole. So its length is a prime (no share of it is a round number), and one row is
-sorted by token id (no statistic of a part is that of the whole).
+The piece has to contain what can reveal a fault, so each part of it is chosen for a reason:
+
+    start       where left padding ends, or around the second document: both code paths run in the piece
+    length      a prime, so that no rank's share is a round number
+    last row    sorted by token id, so that no statistic of a shard equals that of the row
+    labels      taken from elsewhere in the batch where the piece lies in a prompt without labels
+
+Dimension key: B rows of the batch, n tokens of a piece.
 """
 
 from __future__ import annotations
@@ -20,32 +25,34 @@ from ds_hetero.values.placement import Range
 from ds_hetero.values.schedule import Schedule
 
 ROWS = 2
+# Lengths are chosen, never measured: a piece costs less than a micro-batch, and every rank has several tokens.
 TOKENS_PER_RANK = 24
 TOKENS_OF_SMALLEST_RANK = 4
 MOST_TOKENS = 512
-_OF_PACKING = ("cu_seq_lens_", "max_length_", "seq_idx")  # how the names of entries begin that mark documents alone
+_PACKING_PREFIXES = ("cu_seq_lens_", "max_length_", "seq_idx")  # of entries that only mark documents
 
 
 def piece_of(
     batch: Batch, schedule: Schedule, *, inside_document: bool = False, padding_predicts: bool = False
 ) -> Entries:
-    """Cut a piece of at most `ROWS` rows out of a batch, as a collator would have made it; copies on the CPU.
+    """Cut a piece of at most `ROWS` rows out of a batch, in the form that a collator produces; copied to the CPU.
 
     Args:
-        batch: as the wrapped loader gave it: ``labels`` not moved, no position ids made.
-        schedule: whose ranks are to have tokens of the piece.
-        inside_document: take the longest documents of a packed batch, of one row each, without what marks documents.
-        padding_predicts: keep the labels that padding predicts, of the first tokens after left padding.
+        batch: from the wrapped loader, so ``labels`` are not shifted and position ids are not added yet.
+        schedule: its ranks share the tokens of the piece.
+        inside_document: take one long document per row of a packed batch, without the entries that mark documents.
+        padding_predicts: keep the label of the first token after left padding, which a padding token predicts.
     """
     tensors = {name: entry for name, entry in batch.items() if isinstance(entry, Tensor)}
     tokens = tensors["input_ids"] if "input_ids" in tensors else tensors["inputs_embeds"]
     batch_size, length = tokens.shape[:2]
     count = min(length, _next_prime(_num_tokens(schedule)))
     if inside_document:
-        longest = _longest_documents(tensors, (batch_size, length))
-        count = min(count, *(stop - start for _, (start, stop) in longest))
-        places = [(row, start) for row, (start, _) in longest]
-        batch = {name: entry for name, entry in batch.items() if not name.startswith(_OF_PACKING)}
+        documents = _longest_documents(tensors, (batch_size, length))
+        for _, interval in documents:
+            count = min(count, _size(interval))
+        places = [(row, start) for row, (start, _) in documents]
+        batch = {name: entry for name, entry in batch.items() if not name.startswith(_PACKING_PREFIXES)}
     else:
         start = _start(tensors, length, count)
         places = [(row, start) for row in range(min(ROWS, batch_size))]
@@ -57,22 +64,22 @@ def piece_of(
 
 
 def window_of(batch: Batch, schedule: Schedule) -> tuple[Window, Tensor | None]:
-    """Choose the part of a whole batch that is run whole and sharded, for a model with towers.
+    """Choose the part of a batch that the text decoder runs in a self-check of a model with towers.
 
-    It begins before the first image or sound where the batch tells by ``mm_token_type_ids``.
+    It begins before the first image or sound, if the batch marks these by ``mm_token_type_ids``.
 
     Returns:
-        The window, and the moved labels in it, [rows, n]; None if the batch has no labels.
+        The window, and its shifted labels [rows, n]; None if the batch has no labels.
     """
     tensors = {name: entry for name, entry in batch.items() if isinstance(entry, Tensor)}
     tokens = tensors["input_ids"] if "input_ids" in tensors else tensors["inputs_embeds"]
     length = tokens.shape[1]
     count = min(length, _next_prime(_num_tokens(schedule)))
-    kinds = tensors.get("mm_token_type_ids")
     start = _start(tensors, length, count)
-    if kinds is not None and bool(kinds.any()):
-        first = int(kinds.ne(0).any(0).nonzero()[0])
-        start = min(max(first - count // 4, 0), length - count)
+    token_types = tensors.get("mm_token_type_ids")  # [B, L], 0 for text
+    if token_types is not None and bool(token_types.any()):
+        first_image = int(token_types.ne(0).any(0).nonzero()[0])
+        start = min(max(first_image - count // 4, 0), length - count)
     window = Window(min(ROWS, len(tokens)), start, start + count)
     read = read_batch(dict(batch), keep_inputs=True)
     if "shift_labels" not in read.sequences:
@@ -85,7 +92,7 @@ def window_of(batch: Batch, schedule: Schedule) -> tuple[Window, Tensor | None]:
 
 
 def real_tokens(piece: Batch) -> Tensor:
-    """Return [B, n], true where a token of the piece is no padding."""
+    """Return [B, n], True for tokens of the piece that are not padding."""
     mask = piece.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return mask.ne(0)
@@ -94,42 +101,57 @@ def real_tokens(piece: Batch) -> Tensor:
 
 
 def marks_documents(piece: Batch) -> str:
-    """The entry that marks several documents, which not every attention of one process reads; empty without."""
+    """Return the name of the entry that marks several documents; empty if the piece has one document.
+
+    Not every attention of a single process reads such an entry, so one process may let documents see each other.
+    """
     if piece.get(BOUNDARIES) is not None:
-        return BOUNDARIES if len(piece[BOUNDARIES]) > 2 else ""
+        has_several_documents = len(piece[BOUNDARIES]) > 2
+        return BOUNDARIES if has_several_documents else ""
     positions = piece.get(POSITIONS)
-    if not isinstance(positions, Tensor) or piece.get(MASK) is not None:  # a mask rules out that they are searched
+    # transformers looks for restarts of position ids only in a batch without a mask.
+    if not isinstance(positions, Tensor) or piece.get(MASK) is not None:
         return ""
-    return POSITIONS if bool(positions.reshape(-1, positions.shape[-1]).diff().ne(1).any()) else ""
+    has_restart = bool(positions.reshape(-1, positions.shape[-1]).diff().ne(1).any())
+    return POSITIONS if has_restart else ""
 
 
 def _num_tokens(schedule: Schedule) -> int:
-    weights = [weight for group in schedule.groups for weight in group.tokens if weight]
+    """Return the length at which the average rank and the smallest rank have enough tokens, up to `MOST_TOKENS`.
+
+    Example: weights 1 and 15. 24 tokens per rank would be 48, of which the first rank has 3; 64 give it 4.
+    """
+    weights: list[int] = []
+    for group in schedule.groups:
+        weights.extend(weight for weight in group.tokens if weight)
     for_smallest = -(-TOKENS_OF_SMALLEST_RANK * sum(weights) // min(weights))
     return min(max(TOKENS_PER_RANK * len(weights), int(for_smallest)), MOST_TOKENS)
 
 
 def _next_prime(number: int) -> int:
+    """Return the smallest prime that is at least ``number``."""
     while any(number % divisor == 0 for divisor in range(2, int(number**0.5) + 1)):
         number += 1
     return number
 
 
 def _start(tensors: Mapping[str, Tensor], length: int, count: int) -> int:
-    """Return where the piece begins: so that padding on the left ends inside, or a document."""
+    """Return the first position of the piece, chosen so that left padding or a document ends inside the piece."""
     mask = tensors.get("attention_mask")
     if mask is not None and mask.dim() == 2:
-        padding = int(mask[:ROWS].ne(0).int().argmax(1).max())
+        padding = int(mask[:ROWS].ne(0).int().argmax(1).max())  # argmax: index of the first real token
         if padding:
             return min(max(padding - count // 4, 0), length - count)
     restart = first_restart(tensors, length)
-    return min(restart - count // 2, length - count) if restart is not None and restart >= count else 0
+    if restart is not None and restart >= count:
+        return min(restart - count // 2, length - count)
+    return 0
 
 
 def first_restart(tensors: Mapping[str, Tensor], length: int) -> int | None:
-    """Return where the second document of the first row begins; None if there is none."""
+    """Return the position at which the second document of the first row begins; None if there is only one."""
     if BOUNDARIES in tensors:
-        inside = [cut for cut in tensors[BOUNDARIES].tolist() if 0 < cut < length]
+        inside = [boundary for boundary in tensors[BOUNDARIES].tolist() if 0 < boundary < length]
         return min(inside, default=None)
     positions = tensors.get(POSITIONS)
     if positions is None or positions.shape[-1] != length:
@@ -139,15 +161,17 @@ def first_restart(tensors: Mapping[str, Tensor], length: int) -> int | None:
 
 
 def _longest_documents(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> list[tuple[int, Range]]:
-    """Return the longest document of each row, with its row: those of the `ROWS` rows where they are longest."""
+    """Return (row, longest document of the row) for the `ROWS` rows with the longest ones."""
     batch_size, length = shape
     if BOUNDARIES in tensors:
         documents = documents_from_cu_seqlens(tensors[BOUNDARIES].tolist(), length, batch_size)
     else:
-        of_rows = documents_from_positions(tensors[POSITIONS].reshape(-1, length))
-        documents = [of_rows[row % len(of_rows)] for row in range(batch_size)]
-    longest = [(row, max(of_row, key=_size)) for row, of_row in enumerate(documents)]
-    return sorted(longest, key=lambda place: -_size(place[1]))[:ROWS]
+        by_row = documents_from_positions(tensors[POSITIONS].reshape(-1, length))
+        # Position ids of one row may stand for all rows.
+        documents = [by_row[row % len(by_row)] for row in range(batch_size)]
+    longest = [(row, max(intervals, key=_size)) for row, intervals in enumerate(documents)]
+    longest.sort(key=lambda place: -_size(place[1]))
+    return longest[:ROWS]
 
 
 def _size(interval: Range) -> int:
@@ -156,13 +180,21 @@ def _size(interval: Range) -> int:
 
 
 def _cut_entry(name: str, entry: Any, shape: tuple[int, int], places: Sequence[tuple[int, int]], count: int) -> Any:
-    """Take ``count`` tokens at each of the places, of a row and the position of its first token."""
-    (batch_size, length), start = shape, places[0][1]
+    """Cut one entry of a batch.
+
+    Args:
+        shape: [B, L] of the batch; an entry that begins with these dimensions is cut in both.
+        places: (row, first position) of each row of the piece.
+        count: tokens of each row, n.
+    """
+    batch_size, length = shape
+    start = places[0][1]
     if not isinstance(entry, Tensor):
         return min(int(entry), count) if name.startswith("max_length_") else entry
     if name.startswith("cu_seq_lens_"):
-        inside = sorted({0, count, *(int(cut) - start for cut in entry if start < int(cut) < start + count)})
-        return torch.tensor(inside, dtype=entry.dtype)
+        # Boundaries 0 5 9 16 of a piece at 3 with 8 tokens: 0 2 6 8.
+        inside = [int(boundary) - start for boundary in entry if start < int(boundary) < start + count]
+        return torch.tensor(sorted({0, count, *inside}), dtype=entry.dtype)
     if tuple(entry.shape[:2]) == shape:
         part = torch.stack([entry[row, begin : begin + count] for row, begin in places])
     elif name == POSITIONS and entry.shape[-1] == length:
@@ -175,13 +207,14 @@ def _cut_entry(name: str, entry: Any, shape: tuple[int, int], places: Sequence[t
 
 
 def _sort_last_row(piece: Entries) -> None:
-    """Sort the last row by token id, labels along with it; not where padding or documents give positions a meaning."""
+    """Sort the tokens of the last row by id, and its labels with them.
+
+    A piece with a mask, position ids or boundaries stays as it is, because these give positions a meaning.
+    """
     ids = piece.get("input_ids")
-    if (
-        not isinstance(ids, Tensor)
-        or len(ids) < ROWS
-        or {"attention_mask", "position_ids", "cu_seq_lens_q"} & set(piece)
-    ):
+    if not isinstance(ids, Tensor) or len(ids) < ROWS:
+        return
+    if {"attention_mask", "position_ids", "cu_seq_lens_q"} & set(piece):
         return
     order = ids[-1].argsort()
     for entry in piece.values():
@@ -190,25 +223,33 @@ def _sort_last_row(piece: Entries) -> None:
 
 
 def _borrow_labels(piece: Entries, tensors: Mapping[str, Tensor]) -> None:
-    """Give a piece that lies in a prompt labels from elsewhere in the batch, in two of three places."""
+    """Give a piece with few labels, such as one that lies in a prompt, labels from elsewhere in the batch.
+
+    Every third position stays as it is, so that ignored labels (-100) occur in the piece, too.
+    """
     for name in {"labels", "shift_labels"} & set(piece):
         labels = piece[name]
-        lacking = labels.eq(IGNORE_INDEX)
-        known = tensors[name][tensors[name].ne(IGNORE_INDEX)][: labels.numel()].cpu()
-        if not len(known) or int((~lacking).sum()) >= labels.numel() // 8:
+        is_ignored = labels.eq(IGNORE_INDEX)
+        batch_labels = tensors[name]
+        real_labels = batch_labels[batch_labels.ne(IGNORE_INDEX)][: labels.numel()].cpu()
+        has_enough = int((~is_ignored).sum()) >= labels.numel() // 8
+        if has_enough or not len(real_labels):
             continue
-        places = torch.arange(labels.numel()).view_as(labels)
-        lacking &= places.remainder(3).ne(0)
-        labels[lacking] = known[places.remainder(len(known))][lacking]
+        indices = torch.arange(labels.numel()).view_as(labels)
+        is_filled = is_ignored & indices.remainder(3).ne(0)
+        labels[is_filled] = real_labels[indices.remainder(len(real_labels))][is_filled]
 
 
 def has_left_padding(piece: Batch) -> bool:
-    """Whether padding stands before real tokens."""
+    """Return True if padding precedes a real token in any row."""
     return bool(_follows_padding(real_tokens(piece)).any())
 
 
 def _mask_labels_of_padding(piece: Entries, padding_predicts: bool) -> None:
-    """Take out what padding predicts: with this engine the output of padding is zero, as with flash-attention."""
+    """Ignore the labels of padding and, unless ``padding_predicts``, of tokens that padding predicts.
+
+    This engine's attention output of a padding token is zero, as flash-attention's is; eager attention's is not.
+    """
     real = real_tokens(piece)
     for name in {"labels", "shift_labels"} & set(piece):
         piece[name][~real] = IGNORE_INDEX
@@ -217,5 +258,6 @@ def _mask_labels_of_padding(piece: Entries, padding_predicts: bool) -> None:
 
 
 def _follows_padding(real: Tensor) -> Tensor:
-    """[B, n], true for the first real token after padding."""
-    return torch.cat([torch.zeros_like(real[:, :1]), ~real[:, :-1]], dim=1) & real
+    """Return [B, n], True for a real token right after padding: real 0 0 1 1 gives 0 0 1 0."""
+    is_padding_before = torch.cat([torch.zeros_like(real[:, :1]), ~real[:, :-1]], dim=1)
+    return is_padding_before & real

@@ -1,7 +1,7 @@
-"""The runs that the self-check compares: of one piece, whole and sharded.
+"""Run one piece of a batch for the self-check, unsharded ("whole") and sharded.
 
-A model with towers cannot be given a piece of a batch, since images and the places kept for them belong together. It is
-given the whole batch, and what it hands to its text decoder is cut to a window.
+A model with towers cannot run a piece of a batch, because images and their placeholder tokens belong together. It runs
+the full batch, and the inputs of its text decoder are cut to a window.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ds_hetero.engine.forward_mode import comparing_forwards, sharding
 from ds_hetero.frameworks.transformers.model.sharded_model import ShardedModel
-from ds_hetero.frameworks.transformers.self_check.comparison import Held
+from ds_hetero.frameworks.transformers.self_check.comparison import LocalTokens
 from ds_hetero.frameworks.transformers.self_check.parameter_gradients import compared_parameters
 from ds_hetero.frameworks.transformers.self_check.piece import real_tokens, window_of
 from ds_hetero.frameworks.transformers.self_check.recorded_run import RecordedRun, record_run
@@ -30,76 +30,95 @@ from ds_hetero.runtime.data.whole_batches import with_documents
 from ds_hetero.runtime.loss import cross_entropy_sum, has_loss_of_batch, sequence_parallel_loss
 from ds_hetero.values.placement import stream_placement
 
-_TIE_BREAK = 0.05  # relative change of embeddings between two pairs
+# Relative change of embeddings between two pairs of runs; chosen, never measured. Large enough that tokens which were a
+# tie between two experts in one pair are none in the next.
+_TIE_BREAK = 0.05
 
 
 class Runs:
-    """Runs of one piece, which is the same on every rank, whole and sharded.
+    """Unsharded and sharded runs of one piece.
 
     Args:
-        module: that is run; left out, all of what is trained.
+        piece: the same on every rank.
+        module: the module that runs; None for the whole trained module.
     """
 
     def __init__(self, model: ShardedModel, piece: Batch, module: nn.Module | None = None) -> None:
-        self._model, self._piece = model, piece
+        self._model = model
+        self._piece = piece
         self._module = model.model if module is None else module
         replica = model.replica
         placed = self._place()
         intervals = placed.placement.intervals(replica.rank)
-        self.held = Held(intervals, self._real_tokens())
+        self.local_tokens = LocalTokens(intervals, self._real_tokens())
         self.device = next(model.model.parameters()).device
         self._shard = model_inputs(self._mark(placed.shard(replica.rank)), self.device)
         self._shape = (placed.batch.batch_size, placed.batch.length)
-        self._own_shape = tuple(self._shard["position_ids"].shape[:2])
+        self._shard_shape = tuple(self._shard["position_ids"].shape[:2])
         # Gradients add up over the ranks of a replica and are averaged over the world, see `ds_hetero.runtime.loss`.
         self._gradient_scale = dist.get_world_size() / replica.num_replicas
         self._parameters = compared_parameters(self._module, self._trained_part(), model.num_comparisons)
-        self._extra = {"use_cache": False} if _takes_use_cache(model, self._module) else {}
+        self._options = {"use_cache": False} if _takes_use_cache(model, self._module) else {}
 
     def pair(self, seed: int | None) -> tuple[RecordedRun, RecordedRun]:
-        """Run the piece whole and sharded, with embeddings changed alike by the seed if there is one."""
+        """Run the piece whole and sharded. With a seed, both runs get the same random change of their embeddings."""
         if seed is None:
             return self.whole(None), self._sharded(None)
         whole = self.whole(self.shake(seed, _TIE_BREAK, None))
-        return whole, self._sharded(self.shake(seed, _TIE_BREAK, self.held.intervals))
+        sharded = self._sharded(self.shake(seed, _TIE_BREAK, self.local_tokens.intervals))
+        return whole, sharded
 
     def whole(self, shake: Callable[[Tensor], Tensor] | None) -> RecordedRun:
-        """Run the piece as one process would."""
+        """Run the unsharded piece, as one process does."""
         with sharding(False), self._looking():
             return self._record(self._whole_inputs(), self._shape, self._whole_loss, shake)
 
     def shake(
         self, seed: int, amplitude: float, intervals: tuple[tuple[int, int], ...] | None
     ) -> Callable[[Tensor], Tensor]:
-        """A change of embeddings by 1 +- amplitude, alike for a token wherever its interval (None: all) is held."""
+        """Return a function that multiplies embeddings by random factors between 1 - amplitude and 1 + amplitude.
+
+        The factors of all tokens are drawn on every rank, so a token gets the same ones in a whole and a sharded run.
+
+        Args:
+            intervals: positions of the tokens of the run; None for all. A rank without tokens runs one dummy token.
+        """
 
         def shake(embeddings: Tensor) -> Tensor:
             generator = torch.Generator().manual_seed(seed)
-            factors = 1 + amplitude * (2 * torch.rand((*self._shape, *embeddings.shape[2:]), generator=generator) - 1)
+            uniform = torch.rand((*self._shape, *embeddings.shape[2:]), generator=generator)
+            factors = 1 + amplitude * (2 * uniform - 1)
             if intervals is not None:
-                factors = torch.cat([factors[:, start:stop] for start, stop in intervals] or [factors[:, :1]], dim=1)
+                parts = [factors[:, start:stop] for start, stop in intervals] or [factors[:, :1]]
+                factors = torch.cat(parts, dim=1)
             return embeddings * factors.to(embeddings)
 
         return shake
 
     def _sharded(self, shake: Callable[[Tensor], Tensor] | None) -> RecordedRun:
-        inputs = dict(self._shard) | self._extra
-        if "shift_labels" in inputs and not self._model.shifts_labels_itself and not self._model.own_loss:
+        inputs = dict(self._shard) | self._options
+        # The loss functions of transformers take `shift_labels`, but a model passes them on only if it gets `labels`.
+        model_computes_loss = not self._model.shifts_labels_itself and not self._model.own_loss
+        if "shift_labels" in inputs and model_computes_loss:
             inputs["labels"] = inputs["shift_labels"]
         with sharding(True), comparing_forwards(), self._looking():
-            run = self._record(inputs, self._own_shape, self._sharded_loss, shake)
+            run = self._record(inputs, self._shard_shape, self._sharded_loss, shake)
         gradients = {place: gradient / self._gradient_scale for place, gradient in run.gradients.items()}
         projections, sizes = self._sums_over_ranks(run)
         return replace(run, gradients=gradients, projections=projections, sizes=sizes)
 
     def _sums_over_ranks(self, run: RecordedRun) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Projections and their sizes of all ranks of the replica, scaled as gradients are; of what any rank used."""
+        """Sum the projected gradients of parameters, and their sizes, over the ranks of the replica.
+
+        Returns:
+            Both by name of the parameter, for each parameter that any rank used, scaled like the other gradients.
+        """
         by_rank = on_all_ranks(lambda: (run.projections, run.sizes))
         sums: dict[str, Tensor] = {}
         sizes: dict[str, float] = {}
         for rank in self._model.replica.ranks:
-            of_rank, sizes_of_rank = by_rank[rank]
-            for name, projection in of_rank.items():
+            projections, sizes_of_rank = by_rank[rank]
+            for name, projection in projections.items():
                 scaled = projection / self._gradient_scale
                 sums[name] = sums[name] + scaled if name in sums else scaled
                 sizes[name] = sizes.get(name, 0.0) + sizes_of_rank[name] / self._gradient_scale
@@ -112,7 +131,8 @@ class Runs:
         if self._model.own_loss and has_loss_of_batch(outputs):
             loss: Tensor = outputs.loss
             return loss
-        num_labels, mean = labels.ne(IGNORE_INDEX).sum(), getattr(outputs, "loss", None)
+        num_labels = labels.ne(IGNORE_INDEX).sum()
+        mean = getattr(outputs, "loss", None)
         if self._model.shifts_labels_itself:
             loss_sum = cross_entropy_sum(outputs.logits, labels)
         elif mean is None:
@@ -122,7 +142,7 @@ class Runs:
         return sequence_parallel_loss(loss_sum, num_labels, self._model.replica)
 
     def _whole_inputs(self) -> Entries:
-        return {name: self._on_device(entry) for name, entry in self._piece.items()} | self._extra
+        return {name: self._on_device(entry) for name, entry in self._piece.items()} | self._options
 
     def _whole_loss(self, outputs: Any) -> Tensor | None:
         return getattr(outputs, "loss", None)
@@ -150,15 +170,23 @@ class Runs:
 
 
 def _takes_use_cache(model: ShardedModel, module: nn.Module) -> bool:
-    """Whether the module that is run, which may be one of the script's around the model, takes the model's argument."""
+    """Return True if both the model and the module that runs take ``use_cache``.
+
+    The module may be one of the training script around the model, with a signature of its own.
+    """
     if "use_cache" not in inspect.signature(model.pretrained.forward).parameters:
         return False
     parameters = inspect.signature(module.forward).parameters
-    return "use_cache" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "use_cache" in parameters or takes_any_keyword
 
 
 class WindowRuns(Runs):
-    """Runs of a window of the batch, for a model with towers. ``piece``: the whole batch, the same on every rank."""
+    """Runs of a model with towers: the full batch, whose text decoder gets a window.
+
+    Args:
+        piece: the full batch, the same on every rank.
+    """
 
     def __init__(self, model: ShardedModel, piece: Batch) -> None:
         self._window, self._labels = window_of(piece, model.replica.schedule)
@@ -209,16 +237,17 @@ class WindowRuns(Runs):
 
 
 def _placed(model: ShardedModel, piece: Batch) -> PlacedBatch:
-    """The piece as the model's batches are placed, but that every document is cut over all groups.
+    """Place a piece as the model's batches are placed, except that every document is sharded over all groups.
 
-    Several rows, or one with padding, are cut by their length: they would become one row, which could not be compared
-    with the whole piece token by token.
+    A piece of several rows, or with padding, is sharded by length instead. Placed by documents it would become one row
+    without padding, whose tokens could not be compared with those of the whole run.
     """
     schedule = model.replica.schedule
     batch = read_batch(model.complete(dict(piece)), keep_labels=not model.moves_labels)
     if isinstance(model.placer, DocumentPlacer):
         by_documents = with_documents(batch)
-        if (by_documents.batch_size, by_documents.length, len(by_documents.rows)) == (1, batch.length, 1):
+        has_one_row = by_documents.batch_size == 1 and len(by_documents.rows) == 1
+        if has_one_row and by_documents.length == batch.length:
             placed = place(model.placer.everywhere, schedule, by_documents)
             info = shard_info(placed.shard(model.replica.rank)["position_ids"])
             assert info is not None

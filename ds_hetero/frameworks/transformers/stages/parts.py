@@ -1,6 +1,10 @@
-"""The parts of a decoder by transformers' own pipeline plan: embedding, layers, last norm; and a part that is absent.
+"""Parts of a decoder for pipeline stages: embedding, layers, final norm, and placeholders for other stages' parts.
 
-A model that is to be cut says in ``base_model_pp_plan`` of its configuration which modules its decoder runs in order.
+transformers lists the modules that a decoder runs, in order, in ``base_model_pp_plan`` of the configuration. Llama's:
+
+    embed_tokens    before the layers, held by the first stage
+    layers          the one nn.ModuleList, divided among the stages
+    norm            after the layers, held by the last stage
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 
 
 class Absent(nn.Module):
-    """A module of another stage: it gives back what it is given."""
+    """Placeholder for a module of another stage: returns its input."""
 
     def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return ``hidden``."""
@@ -34,25 +38,33 @@ class DecoderParts(NamedTuple):
 
 
 def parts_of(pretrained: PretrainedModel) -> DecoderParts:
-    """Return the parts of a model's decoder. Raises `ModelError`: it has no pipeline plan, or another one."""
+    """Return the parts of a model's decoder.
+
+    Raises:
+        ModelError: the configuration has no pipeline plan, names a module that the decoder lacks, or names not exactly
+            one list of layers.
+    """
     plan = list(getattr(pretrained.config.get_text_config(), "base_model_pp_plan", None) or ())
     decoder = pretrained.base_model
     lists = [name for name in plan if isinstance(getattr(decoder, name, None), nn.ModuleList)]
-    if len(lists) != 1 or any(not hasattr(decoder, name) for name in plan):
+    has_all_parts = all(hasattr(decoder, name) for name in plan)
+    if len(lists) != 1 or not has_all_parts:
         raise ModelError(
             f"{type(pretrained).__name__} cannot be cut into pipeline stages: its configuration does not say in "
             f"base_model_pp_plan which modules come before and after one list of layers (it says {plan}). "
             f"{NO_PIPELINES}"
         )
-    at = plan.index(lists[0])
-    return DecoderParts(tuple(plan[:at]), lists[0], tuple(plan[at + 1 :]))
+    layers = lists[0]
+    index = plan.index(layers)
+    return DecoderParts(before=tuple(plan[:index]), layers=layers, after=tuple(plan[index + 1 :]))
 
 
 def without_memory(layer: nn.Module) -> nn.Module:
-    """Put the parameters of a layer on the meta device, so that it can come back."""
+    """Free the parameters of a layer. It stays on the meta device, so that `with_memory` can bring it back."""
     for module in layer.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")  # whole, where it was a shard
+            # A DTensor's shape is that of the full parameter: the layer is sharded anew when it comes back.
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     return layer
 

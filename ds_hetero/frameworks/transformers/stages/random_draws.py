@@ -1,4 +1,4 @@
-"""Whether a model draws random numbers while it trains: dropout, of modules or by the configuration."""
+"""Detect whether a transformers model draws random numbers while it trains."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 
 
 def draws_randomly(pretrained: PretrainedModel) -> bool:
-    """Whether a forward in training draws random numbers: dropout, of modules or by the configuration."""
-    options = pretrained.config.get_text_config().to_dict()
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in pretrained.modules()) or any(
-        "drop" in key and isinstance(share, float) and share > 0 for key, share in options.items()
-    )
+    """Return True if a training forward draws random numbers, by a dropout module or a rate of the configuration."""
+    for module in pretrained.modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            return True
+    # Functional dropout has no module: attention_dropout, layerdrop, resid_pdrop are rates in the configuration.
+    for key, value in pretrained.config.get_text_config().to_dict().items():
+        if "drop" in key and isinstance(value, float) and value > 0:
+            return True
+    return False

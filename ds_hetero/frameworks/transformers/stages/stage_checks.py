@@ -1,8 +1,11 @@
 """Requirements of a transformers model that runs as stages of a pipeline, checked before it is cut.
 
-The cut relies on a decoder that does nothing but run its parts in order. Two short forwards without any layer show it:
-they must give back the hidden states that they are given, and hand the layers the same arguments whatever those are.
-Where tensor parallelism cuts the words of the head, two more show that the model treats the logits of each word alone.
+Stages are right only for a decoder that does nothing but run its parts in order. Short forwards whose layers are
+placeholders test this:
+
+    hidden states of 1, then of 2      the decoder must return them, and hand its layers the same arguments both times
+    labels                             the loss must be the cross entropy of the logits
+    logits of all words, then of half  each word's logits must not depend on other words (tensor-parallel stages)
 """
 
 from __future__ import annotations
@@ -25,22 +28,24 @@ from ds_hetero.runtime.devices import default_device
 from ds_hetero.values.plans import Plan
 
 _HEAD = "ForCausalLM"
-_PROBE_TOKENS = 4
+_PROBE_TOKENS = 4  # chosen: enough for a causal mask with several rows
+# What a forward without layers may raise in a model that does more than run its parts.
+_PROBE_ERRORS = (AttributeError, TypeError, KeyError, RuntimeError)
 
 
 def check_cuttable(model: nn.Module) -> None:
-    """Refuse a model that cannot be cut into stages, whatever the plan. Raises `ModelError` with the reason."""
+    """Refuse a model that no plan can cut into stages. Raises `ModelError` with the reason."""
     pretrained = pretrained_of(model)
     name = type(pretrained).__name__
     if not name.endswith(_HEAD):
         raise ModelError(
             f"{name} cannot be cut into pipeline stages: only models with a ...{_HEAD} head can. {NO_PIPELINES}"
         )
-    if own := own_loss_function(pretrained):
+    if loss_function := own_loss_function(pretrained):
         raise ModelError(
-            f"{name} has a loss function of its own, {own}, which takes the logits and labels of the whole batch; "
-            "pipelines run micro-batches, and add up the cross entropy of tokens. Leave model.loss_function alone, or "
-            'share sequences by a schedule without "parallel": "full", where it is called.'
+            f"{name} has a custom loss function, {loss_function}, which takes the logits and labels of the whole "
+            "batch; pipelines run micro-batches, and add up the cross entropy of tokens. Remove the custom "
+            'model.loss_function, or leave out "parallel": "full": a schedule that shares sequences calls it.'
         )
     parts = parts_of(pretrained)
     if is_on_meta(model):
@@ -51,44 +56,53 @@ def check_cuttable(model: nn.Module) -> None:
 
 
 def impossible_inners(model: nn.Module) -> dict[str, str]:
-    """Return why ranks cannot share the work of a stage of this model, by the way in which they cannot."""
+    """Return the values of a stage's ``"inner"`` that this model cannot run with, and the reason of each."""
     reasons = {"tensor": _refusal(_check_cut_words, model), "sequence": _refusal(_check_sharded, model)}
     return {inner: reason for inner, reason in reasons.items() if reason is not None}
 
 
 def _check_cut_words(model: nn.Module) -> None:
-    """Refuse a model whose stages cannot be cut by tensor parallelism, or that mixes the logits of different words."""
+    """Refuse a model whose stages cannot be cut by tensor parallelism, or that mixes the logits of different words.
+
+    The head is replaced by one with constant logits. Logits of the second half of the words must come out the same
+    with and without the first half.
+    """
     check_tensor_model(model)
-    pretrained, device = pretrained_of(model), default_device()
-    parts, head = parts_of(pretrained), pretrained.get_output_embeddings()
+    pretrained = pretrained_of(model)
+    device = default_device()
+    parts = parts_of(pretrained)
+    head = pretrained.get_output_embeddings()
     assert isinstance(pretrained, nn.Module) and isinstance(head, nn.Linear)
-    name = next(name for name, module in pretrained.named_modules() if module is head)
+    head_name = next(name for name, module in pretrained.named_modules() if module is head)
     dtype, words = pretrained.dtype, head.out_features
     hidden = torch.ones(1, _PROBE_TOKENS, head.in_features, dtype=dtype, device=device)
     logits = torch.linspace(-2, 2, _PROBE_TOKENS * words, dtype=dtype, device=device).view(1, _PROBE_TOKENS, words)
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
     half = words // 2
 
-    def of_given(given: Tensor) -> Tensor:
-        pretrained.set_submodule(name, _Given(given.clone()))
-        made: Tensor = pretrained(inputs_embeds=hidden, position_ids=positions, use_cache=False).logits
-        return made
+    def output_logits(head_logits: Tensor) -> Tensor:
+        pretrained.set_submodule(head_name, _ConstantHead(head_logits.clone()))
+        logits: Tensor = pretrained(inputs_embeds=hidden, position_ids=positions, use_cache=False).logits
+        return logits
 
     with _without_layers(pretrained.base_model, parts), torch.no_grad():
         try:
-            whole, end = of_given(logits), of_given(logits[..., half:])
-        except (AttributeError, TypeError, KeyError, RuntimeError, IndexError) as error:
+            of_all_words = output_logits(logits)
+            of_second_half = output_logits(logits[..., half:])
+        except (*_PROBE_ERRORS, IndexError) as error:
             raise ModelError(
                 f"{type(pretrained).__name__} cannot run in tensor-parallel stages: it does not run without its layers "
-                f"on logits of a part of its words ({type(error).__name__}: {error}). Use stages of one rank or "
+                f"on the logits of a part of its words ({type(error).__name__}: {error}). Use stages of one rank or "
                 "sequence."
             ) from None
         finally:
-            pretrained.set_submodule(name, head)
-    if whole.shape[-1] != words or not torch.allclose(whole[..., half:], end, rtol=1e-2, atol=1e-2):
+            pretrained.set_submodule(head_name, head)
+    # 1e-2 allows for rounding of bf16 logits between -2 and 2; a softmax over words would change them by far more.
+    has_all_words = of_all_words.shape[-1] == words
+    if not has_all_words or not torch.allclose(of_all_words[..., half:], of_second_half, rtol=1e-2, atol=1e-2):
         raise ModelError(
-            f"{type(pretrained).__name__} cannot run in tensor-parallel stages: what it makes of the logits of a word "
-            "depends on those of others, which other ranks have. Use stages of one rank or sequence."
+            f"{type(pretrained).__name__} cannot run in tensor-parallel stages: its output for a word depends on "
+            "the logits of other words, which other ranks hold. Use stages of one rank or sequence."
         )
 
 
@@ -103,6 +117,7 @@ def _check_sharded(model: nn.Module) -> None:
 
 
 def _refusal(check: Callable[[nn.Module], None], model: nn.Module) -> str | None:
+    """Return the text of the `ModelError` that a check raises, None if the model passes."""
     try:
         check(model)
     except ModelError as error:
@@ -111,7 +126,7 @@ def _refusal(check: Callable[[nn.Module], None], model: nn.Module) -> str | None
 
 
 def check_stages(model: nn.Module, plan: Plan) -> None:
-    """Refuse a model that cannot be cut as the plan says, or another one than the plan is for.
+    """Refuse a model that cannot be cut as the plan says, or that differs from the model the plan was made for.
 
     Raises:
         ModelError: the model cannot be cut; with the reason.
@@ -119,8 +134,11 @@ def check_stages(model: nn.Module, plan: Plan) -> None:
     """
     check_cuttable(model)
     pretrained = pretrained_of(model)
-    _expect_planned_model(pretrained, plan, len(getattr(pretrained.base_model, parts_of(pretrained).layers)))
-    inners = {stage.inner for pipeline in plan.pipelines for stage in pipeline.stages}
+    layers = getattr(pretrained.base_model, parts_of(pretrained).layers)
+    _expect_planned_model(pretrained, plan, len(layers))
+    inners: set[str] = set()
+    for pipeline in plan.pipelines:
+        inners.update(stage.inner for stage in pipeline.stages)
     if "sequence" in inners:
         _check_sharded(model)
     if "tensor" in inners:
@@ -129,83 +147,93 @@ def check_stages(model: nn.Module, plan: Plan) -> None:
 
 
 def _expect_planned_model(pretrained: PretrainedModel, plan: Plan, num_layers: int) -> None:
-    assert plan.model is not None
-    heads = head_counts(pretrained)
-    planned = plan.model.num_layers, plan.model.num_heads, plan.model.num_kv_heads
-    if planned != (num_layers, *heads):
+    planned = plan.model
+    assert planned is not None
+    num_heads, num_kv_heads = head_counts(pretrained)
+    if (planned.num_layers, planned.num_heads, planned.num_kv_heads) != (num_layers, num_heads, num_kv_heads):
         raise PlanError(
-            f"the plan is for a model of {planned[0]} layers, {planned[1]} heads and {planned[2]} KV heads; "
-            f"{type(pretrained).__name__} has {num_layers}, {heads[0]} and {heads[1]}. Make a plan for "
-            "this model: ds-hetero plan --model <its config.json>."
+            f"the plan is for a model of {planned.num_layers} layers, {planned.num_heads} heads and "
+            f"{planned.num_kv_heads} KV heads; {type(pretrained).__name__} has {num_layers}, {num_heads} and "
+            f"{num_kv_heads}. Make a plan for this model: ds-hetero plan --model <its config.json>."
         )
 
 
 def _expect_runs_parts_only(pretrained: PretrainedModel, parts: DecoderParts) -> None:
+    """Refuse a decoder that changes hidden states outside its parts, or hands its layers more than hidden states."""
     decoder = pretrained.base_model
     weight = next(decoder.parameters())
-    device = default_device() if weight.is_meta else weight.device  # nothing that is left of the decoder is on meta
+    # With placeholders for all parts, nothing that is on meta takes part in the forward.
+    device = default_device() if weight.is_meta else weight.device
     hidden_size = pretrained.config.get_text_config().to_dict()["hidden_size"]
-    given = [torch.full((1, _PROBE_TOKENS, hidden_size), x, dtype=weight.dtype, device=device) for x in (1, 2)]
+    ones = torch.ones(1, _PROBE_TOKENS, hidden_size, dtype=weight.dtype, device=device)
+    twos = 2 * ones
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
-    with _without_layers(decoder, parts) as recorded, torch.no_grad():
+    with _without_layers(decoder, parts) as arguments, torch.no_grad():
         try:
-            results = [decoder(inputs_embeds=x, position_ids=positions, use_cache=False)[0] for x in given]
-        except (AttributeError, TypeError, KeyError, RuntimeError) as error:
+            result_of_ones = decoder(inputs_embeds=ones, position_ids=positions, use_cache=False)[0]
+            num_calls = len(arguments)
+            result_of_twos = decoder(inputs_embeds=twos, position_ids=positions, use_cache=False)[0]
+        except _PROBE_ERRORS as error:
             raise ModelError(
                 f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder does not run without its "
                 f"layers ({type(error).__name__}: {error}). {NO_PIPELINES}"
             ) from None
-    does_more = any(not torch.equal(result, x) for result, x in zip(results, given, strict=True))
-    half = len(recorded) // 2
-    depends = any(not _equal(a, b) for a, b in zip(recorded[:half], recorded[half:], strict=True))
-    if does_more or depends:
-        what = "changes the hidden states outside its layers" if does_more else "hands layers more than hidden states"
+    changes_hidden = not torch.equal(result_of_ones, ones) or not torch.equal(result_of_twos, twos)
+    if changes_hidden:
         raise ModelError(
-            f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder {what}, which the stages "
-            f"after the first would do again or lack. {NO_PIPELINES}"
+            f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder changes the hidden states "
+            f"outside its layers, which the stages after the first would do again or lack. {NO_PIPELINES}"
+        )
+    # Arguments that follow from positions are the same in both forwards; those computed from hidden states differ.
+    if not _equal(arguments[:num_calls], arguments[num_calls:]):
+        raise ModelError(
+            f"{type(pretrained).__name__} cannot be cut into pipeline stages: its decoder hands layers more than "
+            f"hidden states, which the stages after the first would do again or lack. {NO_PIPELINES}"
         )
 
 
 def _expect_token_loss(pretrained: PretrainedModel, parts: DecoderParts) -> None:
-    """Refuse a model whose forward makes another loss of labels than the cross entropy of its logits, as stages do."""
+    """Refuse a model whose loss differs from the cross entropy of its logits, which stages compute."""
     assert isinstance(pretrained, nn.Module)
     weight = next(pretrained.base_model.parameters())
-    width = pretrained.config.get_text_config().to_dict()["hidden_size"]
-    steps = torch.linspace(-1, 1, _PROBE_TOKENS * width, device=weight.device).sin()
-    hidden = steps.view(1, _PROBE_TOKENS, width).to(weight.dtype)
+    hidden_size = pretrained.config.get_text_config().to_dict()["hidden_size"]
+    values = torch.linspace(-1, 1, _PROBE_TOKENS * hidden_size, device=weight.device).sin()
+    hidden = values.view(1, _PROBE_TOKENS, hidden_size).to(weight.dtype)
     positions = torch.arange(_PROBE_TOKENS, device=weight.device)[None]
     with _without_layers(pretrained.base_model, parts), torch.no_grad():
         try:
             outputs = pretrained(inputs_embeds=hidden, position_ids=positions, labels=positions, use_cache=False)
-        except (AttributeError, TypeError, KeyError, RuntimeError, IndexError):
-            return  # it does not run without layers; what stages need of it has been looked at
-    loss, logits = getattr(outputs, "loss", None), getattr(outputs, "logits", None)
+        except (*_PROBE_ERRORS, IndexError):
+            return  # labels need the layers in this model; that the decoder runs without them has been checked
+    loss = getattr(outputs, "loss", None)
+    logits = getattr(outputs, "logits", None)
     if not isinstance(loss, Tensor) or not isinstance(logits, Tensor) or logits.shape[1] != _PROBE_TOKENS:
         return
     mean = nn.functional.cross_entropy(logits[0, :-1].float(), positions[0, 1:])
-    aux = getattr(outputs, "aux_loss", None)  # of routers, which has a rule of its own
-    if aux is None and not torch.allclose(loss.float(), mean, rtol=1e-2, atol=1e-3):
+    if getattr(outputs, "aux_loss", None) is not None:
+        return  # the loss includes the routers' auxiliary loss, which this comparison cannot separate
+    if not torch.allclose(loss.float(), mean, rtol=1e-2, atol=1e-3):
         raise ModelError(
-            f"{type(pretrained).__name__} makes another loss of its labels than the cross entropy of its logits "
-            f"({float(loss):.4g} for {float(mean):.4g} in a short forward without layers), and pipelines compute the "
-            f"latter. {NO_PIPELINES}"
+            f"{type(pretrained).__name__} computes a loss that is not the cross entropy of its logits "
+            f"({float(loss):.4g} instead of {float(mean):.4g} in a short forward without layers), but pipelines "
+            f"compute the cross entropy. {NO_PIPELINES}"
         )
 
 
 class _Recording(Absent):
-    """An absent layer that remembers its arguments."""
+    """A placeholder for a layer that appends its arguments, without the hidden states, to ``arguments``."""
 
-    def __init__(self, recorded: list[list[object]]) -> None:
+    def __init__(self, arguments: list[list[object]]) -> None:
         super().__init__()
-        self._recorded = recorded
+        self._arguments = arguments
 
     def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
-        self._recorded.append([*args, *kwargs.values()])
+        self._arguments.append([*args, *kwargs.values()])
         return hidden
 
 
-class _Given(nn.Module):
-    """A head that gives the logits that it was made with."""
+class _ConstantHead(nn.Module):
+    """A head that returns the logits it was constructed with."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
@@ -217,24 +245,25 @@ class _Given(nn.Module):
 
 @contextlib.contextmanager
 def _without_layers(decoder: nn.Module, parts: DecoderParts) -> Iterator[list[list[object]]]:
-    """Let the decoder run none of its parts inside, in training, and record the arguments of its layers."""
+    """Replace the parts of a decoder by placeholders, in training mode; yield the recorded arguments of its layers."""
     layers = getattr(decoder, parts.layers)
-    kept, beside = list(layers), {name: getattr(decoder, name) for name in (*parts.before, *parts.after)}
-    recorded: list[list[object]] = []
+    real_layers = list(layers)
+    real_parts = {name: getattr(decoder, name) for name in (*parts.before, *parts.after)}
     modes = {module: module.training for module in decoder.modules()}
+    arguments: list[list[object]] = []
     try:
-        for i in range(len(layers)):
-            layers[i] = _Recording(recorded)
-        for name in beside:
+        for index in range(len(layers)):
+            layers[index] = _Recording(arguments)
+        for name in real_parts:
             setattr(decoder, name, Absent())
-        decoder.train()
-        yield recorded
+        decoder.train()  # some decoders, such as those with LayerDrop, do more in training than in evaluation
+        yield arguments
     finally:
         for module, mode in modes.items():
             module.training = mode
-        for i, layer in enumerate(kept):
-            layers[i] = layer
-        for name, module in beside.items():
+        for index, layer in enumerate(real_layers):
+            layers[index] = layer
+        for name, module in real_parts.items():
             setattr(decoder, name, module)
 
 

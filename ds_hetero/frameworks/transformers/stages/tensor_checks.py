@@ -1,4 +1,4 @@
-"""Models that tensor parallelism cannot shard: refused, with the reason."""
+"""Refuse models that tensor parallelism cannot shard, with the reason."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def check_tensor_model(model: nn.Module) -> None:
     """Refuse a model that cannot be cut by tensor parallelism.
 
     Raises:
-        ModelError: it has no tensor-parallel plan, one with a style that is not known here, an embedding or a head of
-            an unknown kind, adapters other than LoRA, or dropout inside a kernel of attention.
+        ModelError: the model has no tensor-parallel plan, a plan with a style that this engine does not implement, an
+            embedding or a head other than nn.Embedding and nn.Linear, adapters other than plain LoRA, or dropout
+            inside a fused attention kernel.
     """
     pretrained = pretrained_of(model)
     name = type(pretrained).__name__
@@ -30,51 +31,64 @@ def check_tensor_model(model: nn.Module) -> None:
             f"{name} cannot run in tensor-parallel stages: its configuration has no base_model_tp_plan. Use stages of "
             "one rank or sequence."
         )
-    table, head = pretrained.get_input_embeddings(), pretrained.get_output_embeddings()
-    if not isinstance(table, nn.Embedding) or table.max_norm is not None or table.sparse or type(head) is not nn.Linear:
+    table = pretrained.get_input_embeddings()
+    head = pretrained.get_output_embeddings()
+    is_plain_table = isinstance(table, nn.Embedding) and table.max_norm is None and not table.sparse
+    if not is_plain_table or type(head) is not nn.Linear:
         raise ModelError(
             f"{name} cannot run in tensor-parallel stages, which cut an nn.Embedding (without max_norm and sparse "
             f"gradients) and an nn.Linear by words: it has {table} and {head}. Use stages of one rank or sequence."
         )
     for adapter in getattr(model, "peft_config", {}).values():
-        if what := _beyond_lora(adapter):
+        if extension := _beyond_lora(adapter):
             raise ModelError(
-                f"{name} cannot run in tensor-parallel stages with adapters that are not plain LoRA ({what}). Use "
+                f"{name} cannot run in tensor-parallel stages with adapters that are not plain LoRA ({extension}). Use "
                 "stages of one rank or sequence."
             )
     config = pretrained.config.get_text_config()
-    if any(getattr(config, each, 0) for each in DROPOUTS) and config._attn_implementation != "eager":
+    # "eager" draws the mask by torch's generator for this rank's heads; a fused kernel draws for all heads at once.
+    drops_attention = any(getattr(config, key, 0) for key in DROPOUTS)
+    if drops_attention and config._attn_implementation != "eager":
         raise ModelError(
-            f"{name} cannot run in tensor-parallel stages with dropout inside attention that is "
-            f"{config._attn_implementation!r}, of whose mask a rank cannot draw its own heads. Build it with "
+            f"{name} cannot run in tensor-parallel stages with dropout inside {config._attn_implementation!r} "
+            "attention: a rank cannot draw the part of the dropout mask that belongs to its heads. Build it with "
             'attn_implementation="eager", or set the dropout to 0.'
         )
 
 
-_BESIDE_LORA = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
+# Options of PEFT's LoraConfig that add more than two matrices to a linear layer.
+_LORA_EXTENSIONS = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
 
 
 def _beyond_lora(adapter: object) -> str:
-    """Why an adapter is more than two matrices beside a linear layer: its kind, or options; empty if it is not."""
-    kind = str(getattr(adapter, "peft_type", None)).rpartition(".")[2]
-    return kind if kind != "LORA" else ", ".join(key for key in _BESIDE_LORA if getattr(adapter, key, None))
+    """Name the adapter type, or the LoRA options, that go beyond plain LoRA; empty for plain LoRA."""
+    adapter_type = str(getattr(adapter, "peft_type", None)).rpartition(".")[2]  # "PeftType.LORA" -> "LORA"
+    if adapter_type != "LORA":
+        return adapter_type
+    return ", ".join(key for key in _LORA_EXTENSIONS if getattr(adapter, key, None))
 
 
 def check_tensor_stages(model: nn.Module, plan: Plan) -> None:
-    """Refuse a model that tensor stages cannot hold. Raises `ModelError`: KV heads or words do not divide."""
+    """Refuse tensor-parallel degrees that KV heads or the vocabulary do not allow. Raises `ModelError`."""
     name = type(pretrained_of(model)).__name__
     head = pretrained_of(model).get_output_embeddings()
     assert isinstance(head, nn.Linear)
     words = head.out_features
     kv_heads = plan.model.num_kv_heads if plan.model is not None else 1
-    degrees = {len(s.ranks) for pipeline in plan.pipelines for s in pipeline.stages if s.inner == "tensor"}
-    if wrong := sorted(degree for degree in degrees if kv_heads % degree):
-        raise ModelError(
-            f"{name} has {kv_heads} KV heads, which tensor parallelism over {wrong[0]} ranks cannot share. Use a "
-            'degree that divides them, or "inner": "sequence".'
-        )
-    if wrong := sorted(degree for degree in degrees if -(-words // degree) * (degree - 1) >= words):
-        raise ModelError(
-            f"{name} has {words} words, of which tensor parallelism over {wrong[0]} ranks leaves the last rank none. "
-            'Use a smaller degree, or "inner": "sequence".'
-        )
+    degrees: set[int] = set()
+    for pipeline in plan.pipelines:
+        degrees.update(len(stage.ranks) for stage in pipeline.stages if stage.inner == "tensor")
+    for degree in sorted(degrees):
+        if kv_heads % degree:
+            raise ModelError(
+                f"{name} has {kv_heads} KV heads, which tensor parallelism over {degree} ranks cannot share. Use a "
+                'degree that divides them, or "inner": "sequence".'
+            )
+    for degree in sorted(degrees):
+        # DTensor shards like torch.chunk: 6 words over 4 ranks are 2, 2, 2, 0, so the last rank gets none.
+        words_per_rank = -(-words // degree)
+        if words_per_rank * (degree - 1) >= words:
+            raise ModelError(
+                f"{name} has a vocabulary of {words} words: tensor parallelism over {degree} ranks leaves none to the "
+                'last rank. Use a smaller degree, or "inner": "sequence".'
+            )
