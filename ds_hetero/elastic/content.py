@@ -1,9 +1,15 @@
-"""Content of a segment: tensors raw, one behind the other, and a pickled rest in which numbers stand for them.
+"""Content of a segment: the bytes of all tensors, then a pickled index, and the state with numbers for tensors.
 
-What the script can change is copied while it waits (`write_now`, or `take_now` where the segment has no pages yet).
-Only tensors that are held, which nobody changes before the next optimizer step, are left to a thread (`write_held`);
-the engine lets no step begin before they are copied. A script could still change one of them in place: the thread sees
-that by the tensors' versions, and such a copy does not count.
+    | tensor 0 | tensor 1 | ... | pickle of (index: dtype, shape and offset of every tensor; pickled state)
+
+When each tensor is copied:
+
+    write_now    by the training thread, which waits: all that the script may change, such as buffers
+    take_now     the same to this process's memory, if the segment has no pages yet: page faults would take long
+    write_held   by the saving thread: tensors that only an optimizer step changes, such as master weights. The engine
+                 begins no step before this is done.
+
+A script could still change such a "held" tensor in place. Its version counter shows that, and the copy does not count.
 """
 
 from __future__ import annotations
@@ -24,8 +30,8 @@ from torch import Tensor, nn
 from ds_hetero.elastic.segments import HEADER_BYTES, Header, opened
 from ds_hetero.errors import CheckpointError
 
-_ALIGN = 64
-_SMALL_BYTES = 4096  # up to which tensors are pickled where they stand
+_ALIGN = 64  # bytes, a cache line; more than any dtype needs
+_SMALL_BYTES = 4096  # smaller tensors are pickled with the state; a page, chosen, never measured
 
 
 @dataclass
@@ -34,16 +40,17 @@ class _Entry:
 
     tensor: Tensor
     address: int
-    start: int
-    version: int | None  # when it was captured; None where it is not held
+    start: int  # offset in the content, in bytes
+    version: int | None  # version counter at the capture; None if the tensor is copied at once
 
 
 class Content:
-    """A state, taken apart.
+    """A captured state, split into tensors and the pickled rest.
 
     Args:
-        held: addresses of tensors that nobody changes before `write_held` has copied them.
-        note_changed: takes the addresses of those that somebody has changed all the same.
+        state: any object that pickle can write.
+        held: addresses of tensors that only an optimizer step changes; `write_held` copies them.
+        note_changed: called with the addresses of held tensors that the script has changed before they were copied.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class Content:
             end = start + tensor.numel() * tensor.element_size()
             index.append((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
             address = tensor.data_ptr()
-            is_held = address in held and not tensor.is_inference()  # which has no version
+            is_held = address in held and not tensor.is_inference()  # an inference tensor has no version counter
             self._entries.append(_Entry(tensor, address, start, tensor._version if is_held else None))
         self._index = pickle.dumps((index, rest.getvalue()))
         self._end = end
@@ -75,11 +82,11 @@ class Content:
 
     @property
     def index_bytes(self) -> int:
-        """Length of the part that is pickled."""
+        """Length of the pickled part."""
         return len(self._index)
 
     def write_now(self, room: memoryview) -> None:
-        """Copy what is not held, and what is pickled; from here on the script may change it."""
+        """Copy the tensors that are not held, and the pickled part. Afterwards the script may change them."""
         for entry in self._entries:
             if entry.version is None:
                 _write(entry, room)
@@ -87,15 +94,16 @@ class Content:
         room[self._end : self.num_bytes] = self._index
 
     def take_now(self) -> None:
-        """Copy what is not held to memory of this process, where there is no room for it yet; as `write_now`."""
+        """Copy the tensors that are not held to memory of this process; `write_now` then copies from there."""
         for entry in self._entries:
             if entry.version is None:
                 entry.tensor = entry.tensor.to("cpu", copy=True)
 
     def write_held(self, room: memoryview) -> bool:
-        """Copy what is held; return False, where some of it was changed since, and the content is not to be used."""
+        """Copy the held tensors. Return False if one was changed since the capture: the content is then invalid."""
         for entry in self._entries:
             _write(entry, room)
+        # Versions are compared after the copy, so that a change during the copy is seen, too.
         changed = {entry.address for entry in self._entries if entry.tensor._version != entry.version}
         self._entries.clear()
         if changed:
@@ -104,25 +112,32 @@ class Content:
 
 
 def _write(entry: _Entry, room: memoryview) -> None:
+    """Copy a tensor, contiguous, to its place in the content."""
     tensor = entry.tensor
     target = torch.frombuffer(room, dtype=tensor.dtype, count=tensor.numel(), offset=entry.start)
     target.view(tensor.shape).copy_(tensor)
 
 
 class _Pickler(pickle.Pickler):
+    """A pickler that appends large dense tensors to ``tensors``, and writes their index there instead of the data."""
+
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file, protocol=5)
         self._tensors = tensors
         self._numbers: dict[Any, int] = {}
 
     def reducer_override(self, value: object) -> tuple[Callable[[int], Tensor], tuple[int]]:
-        """Let a number stand for a tensor; unlike for ``persistent_id``, nobody asks for each number in a list."""
+        """Replace a tensor by its number.
+
+        ``persistent_id`` could do the same, but pickle calls it for every object, also for each number in a list.
+        """
         if type(value) is nn.Parameter:
-            value = value.detach()  # whose version is that of the parameter, as that of ``data`` is not
+            value = value.detach()  # it shares the parameter's version counter; ``data`` would not
         if type(value) is not Tensor or value.numel() * value.element_size() <= _SMALL_BYTES:
             return NotImplemented  # type: ignore[no-any-return]
         if value.layout is not torch.strided or value.is_quantized:
             return NotImplemented  # type: ignore[no-any-return]
+        # Views of the same elements are written once.
         key = value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
         if key not in self._numbers:
             self._numbers[key] = len(self._tensors)
@@ -130,21 +145,26 @@ class _Pickler(pickle.Pickler):
         return _tensor, (self._numbers[key],)
 
 
-_tensors: ContextVar[list[Tensor]] = ContextVar("_tensors")  # of the content that is being read
+# The tensors of the content that is being read. pickle calls `_tensor` with a number only, so they are passed this way.
+_tensors: ContextVar[list[Tensor]] = ContextVar("_tensors")
 
 
 def _tensor(number: int) -> Tensor:
+    """Return a tensor by its number; contents in memory name this function, so its module and name must stay."""
     return _tensors.get()[number]
 
 
 def read_content(segment: Path | int, header: Header) -> Any:
-    """The state in a segment that `is_undamaged`, for it is unpickled; its tensors lie in pages of this process alone.
+    """Load the state in a segment. The caller has checked it by `is_undamaged`, because it is unpickled here.
 
     Args:
-        segment: its file, or a descriptor of one.
+        segment: its file, or a descriptor.
+
+    Returns:
+        The state; its tensors are in private pages of this process, which are copied when they are first written to.
 
     Raises:
-        CheckpointError: the segment was written by something else.
+        CheckpointError: the content is not in this format.
     """
     with opened(segment) as descriptor:
         content = mmap.mmap(descriptor, header.file_bytes, access=mmap.ACCESS_COPY)
@@ -162,6 +182,6 @@ def read_content(segment: Path | int, header: Header) -> Any:
             return pickle.loads(rest)
         finally:
             _tensors.reset(token)
-    except Exception as error:  # pickle raises what it meets in the bytes
+    except Exception as error:  # unpickled bytes can raise anything
         name = "a segment" if isinstance(segment, int) else segment.name
         raise CheckpointError(f"{name} cannot be read ({type(error).__name__}: {error}).") from error

@@ -1,11 +1,11 @@
 """Bring the parts of a save to this node, from its own shared memory or from the keepers of other nodes.
 
-    part in this node's shared memory, and sound            it is used where it is
-    another worker of this node has fetched it already      likewise
-    else                                                    fetched from one node after the other that holds it
-    the shared memory is full                               fetched into memory of this process
+    the part is in this node's shared memory, undamaged     used where it is
+    another worker of this node has fetched it              used where it is
+    neither                                                 fetched; the nodes that have it are tried in turn
+    the shared memory is full                               fetched to memory of this process
 
-A part is checked by its HMAC before anything of it is unpickled.
+The HMAC of a part is checked before any of it is unpickled.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ds_hetero.errors import PeerError
 logger = logging.getLogger(__name__)
 
 Segment = tuple[Path | int, Header]
-"""A part of a save: its file, or a descriptor where the shared memory had no room; and its header."""
+"""Part of a save on this node: its file, or a descriptor if the shared memory was full; and its header."""
 Places = Sequence[tuple[str, str]]
 """Node and file of every copy of a part."""
 
 
 @dataclass(frozen=True)
-class NodeHoldings:
+class NodeSegments:
     """The segments of a rank's node."""
 
     node: str
@@ -44,39 +44,39 @@ class NodeHoldings:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a save, all on this node and all found to be genuine by this process."""
+    """All parts of a save, on this node; this process has checked the HMAC of each."""
 
     segments: tuple[Segment, ...]  # by rank
     fetched_bytes: int
 
 
-def held_by_node(worker: Worker) -> NodeHoldings:
-    """What the keeper of this rank's node holds."""
+def segments_of_node(worker: Worker) -> NodeSegments:
+    """Ask the keeper of this rank's node for its segments."""
     segments = []
     for content in worker.ask_keeper({"do": "list"})["segments"]:
         name, save = content.pop("name"), Save(**content.pop("save"))
         segments.append((name, Header(save=save, **content)))
     address = worker.place.address()
     assert address is not None
-    return NodeHoldings(worker.place.node, address, tuple(segments))
+    return NodeSegments(worker.place.node, address, tuple(segments))
 
 
-def fetch_parts(worker: Worker, nodes: Mapping[str, NodeHoldings], places: Mapping[int, Places]) -> Parts | None:
-    """Bring every part to this node; None where one of them is damaged everywhere.
+def fetch_parts(worker: Worker, nodes: Mapping[str, NodeSegments], places: Mapping[int, Places]) -> Parts | None:
+    """Bring every part to this node. Return None if one of them is damaged on every node that has it.
 
     Args:
-        nodes: holdings by node.
-        places: by rank of the save, where its part is.
+        nodes: segments by node.
+        places: places of each rank's part, by rank of the world that made the save.
 
     Raises:
         PeerError: a node cannot be reached.
     """
     segments: list[Segment] = []
     fetched_bytes = 0
-    for of_part in places.values():
-        segment = _on_this_node(worker, of_part)
+    for places_of_part in places.values():
+        segment = _on_this_node(worker, places_of_part)
         if segment is None:
-            segment, num_bytes = _brought(worker, nodes, of_part)
+            segment, num_bytes = _fetch_once(worker, nodes, places_of_part)
             fetched_bytes += num_bytes
         if segment is None:
             return None
@@ -85,59 +85,70 @@ def fetch_parts(worker: Worker, nodes: Mapping[str, NodeHoldings], places: Mappi
 
 
 def _on_this_node(worker: Worker, places: Places) -> Segment | None:
+    """Return a part's segment in this node's shared memory; None if there is none, or only damaged ones."""
     for node, name in places:
         if node != worker.place.node:
             continue
-        segment = _sound_segment(worker.place.folder / name, worker)
+        segment = _undamaged_segment(worker.place.folder / name, worker)
         if segment is not None:
             return segment
     return None
 
 
-def _brought(worker: Worker, nodes: Mapping[str, NodeHoldings], places: Places) -> tuple[Segment | None, int]:
-    """A part from another node, and the bytes that this worker has fetched for it."""
-    wanted = _header_of(nodes, places)
-    path = worker.place.folder / f"got-{wanted.save.step}-{wanted.rank}{SUFFIX}"
-    with _locked(worker.place.folder / f".got-{wanted.rank}"):
-        segment = _fetched_before(path, worker, wanted)
+def _fetch_once(worker: Worker, nodes: Mapping[str, NodeSegments], places: Places) -> tuple[Segment | None, int]:
+    """Fetch a part from another node, unless another worker of this node has done so.
+
+    Returns:
+        The segment, None if it is damaged everywhere; and the bytes that this worker has fetched.
+    """
+    header = _header_of(nodes, places)
+    path = worker.place.folder / f"got-{header.save.step}-{header.rank}{SUFFIX}"
+    with _locked(worker.place.folder / f".got-{header.rank}"):
+        segment = _fetched_before(path, worker, header)
         if segment is not None:
             return segment, 0
         segment = _fetch_from_any(worker, nodes, places, path)
-    return segment, 0 if segment is None else segment[1].file_bytes
+    if segment is None:
+        return None, 0
+    _, fetched_header = segment
+    return segment, fetched_header.file_bytes
 
 
-def _sound_segment(path: Path, worker: Worker) -> Segment | None:
+def _undamaged_segment(path: Path, worker: Worker) -> Segment | None:
+    """Return the segment in a file; None if it is dirty, or its HMAC is not that of its content."""
     header = read_header(path)
     if header is None or not is_undamaged(path, header, worker.token):
         return None
     return path, header
 
 
-def _fetched_before(path: Path, worker: Worker, wanted: Header) -> Segment | None:
-    """The part that another worker of this node has fetched already, if one has."""
+def _fetched_before(path: Path, worker: Worker, expected: Header) -> Segment | None:
+    """Return the part that another worker of this node has fetched; None if no worker has."""
     header = read_header(path)
-    if header is None or (header.save, header.rank) != (wanted.save, wanted.rank):
+    if header is None or (header.save, header.rank) != (expected.save, expected.rank):
         return None
-    return _sound_segment(path, worker)
+    return _undamaged_segment(path, worker)
 
 
-def _header_of(nodes: Mapping[str, NodeHoldings], places: Places) -> Header:
+def _header_of(nodes: Mapping[str, NodeSegments], places: Places) -> Header:
+    """Return a part's header, from the first node that has it."""
     node, name = places[0]
     return dict(nodes[node].segments)[name]
 
 
-def _fetch_from_any(worker: Worker, nodes: Mapping[str, NodeHoldings], places: Places, path: Path) -> Segment | None:
-    """Fetch a part from a node that has it; None where those that have it have none that is genuine.
+def _fetch_from_any(worker: Worker, nodes: Mapping[str, NodeSegments], places: Places, path: Path) -> Segment | None:
+    """Fetch a part from the first node that sends it undamaged; None if it is damaged on all of them.
 
     Raises:
-        PeerError: a node cannot be reached.
+        PeerError: a node cannot be reached, so that it is not known whether its part is damaged.
     """
-    errors, num_damaged = [], 0
+    errors: list[str] = []
+    num_damaged = 0
     other_places = [(node, name) for node, name in places if node != worker.place.node]
     for node, name in other_places:
         try:
             return _fetch_from(nodes[node].keeper, worker, name, path)
-        except OSError as error:  # noqa: PERF203  the next node is asked
+        except OSError as error:  # noqa: PERF203  try the next node
             num_damaged += isinstance(error, DamagedError)
             errors.append(f"{node}: {error}")
     if num_damaged == len(other_places):
@@ -146,13 +157,14 @@ def _fetch_from_any(worker: Worker, nodes: Mapping[str, NodeHoldings], places: P
 
 
 def _fetch_from(keeper: tuple[str, int], worker: Worker, name: str, path: Path) -> Segment:
-    """Fetch into the shared memory; where it is full, into memory of this process: another node has it, too."""
+    """Fetch a part to the shared memory, or to memory of this process if the former is full."""
     try:
         return path, fetch(keeper, worker.token, name, SegmentFile(path))
     except OSError as error:
         path.unlink(missing_ok=True)
         if not is_full(error):
             raise
+    # Memory of this process ends with it; that is safe, because the node that sends the part keeps it.
     logger.warning("the shared memory of node %s is full; %s is read into other memory", worker.place.node, name)
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
@@ -164,7 +176,7 @@ def _fetch_from(keeper: tuple[str, int], worker: Worker, name: str, path: Path) 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Keep other workers of this node out."""
+    """Hold a lock among the workers of this node."""
     descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,8 +1,10 @@
-"""Resume from the newest save whose parts are all in the memory of nodes that are here.
+"""Resume from the newest save of which all parts are in the memory of the nodes of this world.
 
-All ranks say what their node's keeper holds. Saves are tried from the newest on: the parts of one are brought to every
-node (`ds_hetero.elastic.part_fetching`) and checked before anything is loaded. They stay until the new world has
-committed a save of its own: so another death amid the restart loses nothing.
+1. Every rank asks its node's keeper for the segments there; the ranks exchange the answers.
+2. The newest complete save is fetched to every node, and each part is checked (`ds_hetero.elastic.part_fetching`).
+3. If a part is damaged on any node, the next older complete save is tried.
+4. The state is loaded. Segments stay until this world has committed a save itself, so that a death during the
+restart loses nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch.distributed as dist
 
 from ds_hetero.elastic.content import read_content
 from ds_hetero.elastic.node.place import TOKEN
-from ds_hetero.elastic.part_fetching import NodeHoldings, Parts, fetch_parts, held_by_node
+from ds_hetero.elastic.part_fetching import NodeSegments, Parts, fetch_parts, segments_of_node
 from ds_hetero.elastic.save_rules import Holding, whole_saves
 from ds_hetero.elastic.segments import Save
 from ds_hetero.elastic.worker import Worker
@@ -31,37 +33,40 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedSave:
-    """A save that was found and read."""
+    """A save that was read from memory."""
 
     save: Save
-    contents: tuple[Any, ...]  # the state of every rank that took part in it
-    fetched_bytes: int  # that came from other nodes
-    seconds: float  # that finding and fetching took
+    contents: tuple[Any, ...]  # the state of every rank of the world that made it
+    fetched_bytes: int  # from other nodes
+    seconds: float  # for the search and the fetch
 
 
 @dataclass(frozen=True)
 class SavesInMemory:
-    """Saves that the memory of all nodes holds."""
+    """Saves in the memory of all nodes."""
 
-    newest: LoadedSave | None  # whose parts are all there and undamaged
-    models: dict[str, str]  # fingerprints of the models that there are saves of, whole or not, and where one of each is
+    newest: LoadedSave | None  # the newest one that is complete and undamaged
+    models: dict[str, str]  # place of one segment of every model, by the model's fingerprint; complete or not
 
     def expect(self, model: str, worker: Worker) -> None:
-        """Refuse saves of other models.
+        """Refuse to go on if the memory holds saves of another model.
+
+        Args:
+            model: fingerprint of the model that this job trains.
 
         Raises:
-            CheckpointError: there are some.
+            CheckpointError: there are saves of another model.
         """
-        others = [place for fingerprint, place in self.models.items() if fingerprint != model]
-        if others:
+        other_places = [place for fingerprint, place in self.models.items() if fingerprint != model]
+        if other_places:
             raise CheckpointError(
-                f"the memory of job {worker.place.job} holds saves of another model ({', '.join(others[:3])}). Give "
-                f"this job another name (--job), or delete {worker.place.folder} on its nodes."
+                f"the memory of job {worker.place.job} holds saves of another model ({', '.join(other_places[:3])}). "
+                f"Give this job another name (--job), or delete {worker.place.folder} on its nodes."
             )
 
 
 def find_newest(worker: Worker, group: dist.ProcessGroup) -> SavesInMemory:
-    """Find and read the newest save whose parts are all there and undamaged.
+    """Find and read the newest save that is complete and undamaged.
 
     Args:
         group: all ranks, over gloo.
@@ -73,8 +78,8 @@ def find_newest(worker: Worker, group: dist.ProcessGroup) -> SavesInMemory:
         PeerError: a node was lost while its parts were fetched; on every rank.
     """
     begin_s = time.perf_counter()
-    of_ranks = on_all_ranks(lambda: held_by_node(worker), group)
-    nodes = {holdings.node: holdings for holdings in of_ranks}  # ranks of one node say the same
+    segments_of_ranks = on_all_ranks(lambda: segments_of_node(worker), group)
+    nodes = {of_rank.node: of_rank for of_rank in segments_of_ranks}  # ranks of one node have the same answer
     models = _models(nodes)
     for save, places in whole_saves(_holdings(nodes)):
         parts_by_rank = on_all_ranks(partial(fetch_parts, worker, nodes, places), group)
@@ -86,32 +91,33 @@ def find_newest(worker: Worker, group: dist.ProcessGroup) -> SavesInMemory:
         if dist.get_rank(group) == 0:
             logger.warning(
                 "the save of step %d cannot be used: a part of it is damaged, or was signed with another token (%s, or "
-                "the one in the cache folder, has to be that of the job that made it). An older one is looked for.",
+                "the one in the cache folder, has to be that of the job that made it). An older save is tried next.",
                 save.step,
                 TOKEN,
             )
     return SavesInMemory(None, models)
 
 
-def _models(nodes: Mapping[str, NodeHoldings]) -> dict[str, str]:
+def _models(nodes: Mapping[str, NodeSegments]) -> dict[str, str]:
+    """Return the place of one segment of every model, by the model's fingerprint."""
     models = {}
-    for node, holdings in nodes.items():
-        for name, header in holdings.segments:
+    for node, of_node in nodes.items():
+        for name, header in of_node.segments:
             models[header.model] = f"{node}: {name}"
     return models
 
 
-def _holdings(nodes: Mapping[str, NodeHoldings]) -> list[Holding]:
-    """Every part that a node holds, and where it is."""
-    return [
-        Holding(header.save, header.rank, (node, name))
-        for node, holdings in nodes.items()
-        for name, header in holdings.segments
-    ]
+def _holdings(nodes: Mapping[str, NodeSegments]) -> list[Holding]:
+    """Return all segments of all nodes, with their places."""
+    holdings = []
+    for node, of_node in nodes.items():
+        for name, header in of_node.segments:
+            holdings.append(Holding(header.save, header.rank, (node, name)))
+    return holdings
 
 
 def _read(parts: Parts) -> tuple[Any, ...]:
-    """Load the state of every rank, and close memory that was taken where the shared memory was full."""
+    """Load the state of every rank, and free parts that were fetched to memory without a name."""
     contents = tuple(read_content(segment, header) for segment, header in parts.segments)
     for segment, _ in parts.segments:
         if isinstance(segment, int):

@@ -1,10 +1,16 @@
-"""Rules by which ranks agree on saves. They are pure functions, so that a model of them can be tried through.
+"""Rules by which ranks agree on saves, as pure functions, so that tests can try all orders of events.
 
-choose_slot     where a rank writes, so that the committed save is never overwritten
-committed_step  what all ranks have, each on its own node and in its copies
-whole_saves     of which saves every part is held by a node that is left
-place_copies    which nodes hold the copies of a part
-slot_bytes      what that takes of every node's memory
+choose_slot     the slot that a rank writes to; never that of the committed save
+committed_step  the newest step that every rank has written and copied
+whole_saves     the saves of which all parts are in memory somewhere
+place_copies    the nodes that get the copies of each part
+slot_bytes      the memory that parts and copies take on every node
+
+Example, two ranks with one copy each; rank 1's node dies while step 6 is written:
+
+    node 0    own part of 4 in slot A, of 6 in slot B    copy of rank 1's part of 4 in A, of 6 unfinished in B
+    node 1    lost
+    resume    step 4: step 6 has a part of rank 0 only
 """
 
 from __future__ import annotations
@@ -19,46 +25,48 @@ SLOTS = ("A", "B")
 
 
 class Holding(NamedTuple):
-    """A part of a save, and who holds it."""
+    """One copy of a rank's part of a save."""
 
     save: Save
     rank: int
-    place: tuple[str, str]  # where it is
+    place: tuple[str, str]  # node, and name of the segment there
 
 
-def choose_slot(slots: Mapping[str, Save | None], kept: Save | None) -> str:
-    """Choose the slot to write to: not that of the save which is to outlive the next one.
+def choose_slot(slots: Mapping[str, Save | None], committed: Save | None) -> str:
+    """Choose the slot to write to: a dirty or empty one first, then the older save, never the committed one.
 
     Args:
-        slots: the save in each slot; None where it is dirty or empty.
-        kept: the save that is committed, or was resumed from.
+        slots: the save in each slot; None for a slot that is dirty or empty.
+        committed: the save that is committed, or that this world resumed from; it has to outlive the next save.
     """
-    free = [slot for slot in SLOTS if kept is None or slots.get(slot) != kept]
-    return min(free, key=lambda slot: (slots.get(slot) is not None, _age(slots.get(slot)), slot))
+    free = [slot for slot in SLOTS if committed is None or slots.get(slot) != committed]
+    return min(free, key=lambda slot: (*_age(slots.get(slot)), slot))
 
 
 def _age(save: Save | None) -> tuple[int, str]:
+    """Sort key of a slot; a slot without a save comes first."""
     return (-1, "") if save is None else (save.step, save.start)
 
 
 def committed_step(done_by_rank: Iterable[int]) -> int:
-    """The newest step that every rank has written and copied; -1 where some rank has none."""
+    """Return the newest step that every rank has written and copied; -1 if a rank has none."""
     return min(done_by_rank)
 
 
 def whole_saves(holdings: Iterable[Holding]) -> list[tuple[Save, dict[int, list[tuple[str, str]]]]]:
-    """List the saves of which all parts are held, newest first, with the places of each rank's part."""
-    saves: dict[Save, dict[int, list[tuple[str, str]]]] = {}
+    """Return the saves of which every part exists, newest first, with the sorted places of each rank's part."""
+    places_of: dict[Save, dict[int, list[tuple[str, str]]]] = {}
     for holding in holdings:
-        saves.setdefault(holding.save, {}).setdefault(holding.rank, []).append(holding.place)
-    whole = [save for save, parts in saves.items() if len(parts) == save.world_size]
-    newest_first = sorted(whole, reverse=True)
-    return [(save, _in_order(saves[save])) for save in newest_first]
+        places_by_rank = places_of.setdefault(holding.save, {})
+        places_by_rank.setdefault(holding.rank, []).append(holding.place)
+    complete = [save for save, places_by_rank in places_of.items() if len(places_by_rank) == save.world_size]
+    complete.sort(reverse=True)
+    return [(save, _in_order(places_of[save])) for save in complete]
 
 
-def _in_order(parts: Mapping[int, Sequence[tuple[str, str]]]) -> dict[int, list[tuple[str, str]]]:
-    """Ranks ascending, and the places of each rank's part."""
-    return {rank: sorted(places) for rank, places in sorted(parts.items())}
+def _in_order(places_by_rank: Mapping[int, Sequence[tuple[str, str]]]) -> dict[int, list[tuple[str, str]]]:
+    """Sort by rank, and the places of each rank by name, so that every rank tries them in the same order."""
+    return {rank: sorted(places) for rank, places in sorted(places_by_rank.items())}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,33 +79,38 @@ class Part:
 
 
 def place_copies(parts: Sequence[Part], free_bytes: Mapping[str, int], copies: int) -> dict[int, tuple[str, ...]]:
-    """Choose the nodes of the copies of every part: other nodes than its own, those with most free memory first.
+    """Choose the nodes that hold the copies of every part: those with most free memory, but never the part's own node.
 
-    A part has two slots on each node. Parts are placed from the largest on, and ties go to the first name, so that all
-    ranks come to the same places. Where there are fewer other nodes than copies, each of them gets one.
+    The largest part is placed first, and the first name wins a tie, so that all ranks choose the same nodes. With fewer
+    other nodes than copies, each of them gets one copy. A copy has two slots, like the part itself.
 
     Args:
         parts: of all ranks.
-        free_bytes: of every node's shared memory, the originals already taken off.
-        copies: of each part.
+        free_bytes: of every node's shared memory, without the bytes of the parts themselves.
+        copies: number of copies of each part.
 
     Returns:
         By rank, the nodes in order of preference.
     """
-    left = dict(free_bytes)
-    places: dict[int, tuple[str, ...]] = {}
+    remaining = dict(free_bytes)
+    nodes_of: dict[int, tuple[str, ...]] = {}
     for part in sorted(parts, key=lambda part: (-part.num_bytes, part.rank)):
-        others = sorted((node for node in left if node != part.node), key=lambda node: (-left[node], node))
-        places[part.rank] = tuple(others[:copies])
-        for node in places[part.rank]:
-            left[node] -= len(SLOTS) * part.num_bytes
-    return places
+        other_nodes = [node for node in remaining if node != part.node]
+        other_nodes.sort(key=lambda node: (-remaining[node], node))
+        nodes_of[part.rank] = tuple(other_nodes[:copies])
+        for node in nodes_of[part.rank]:
+            remaining[node] -= len(SLOTS) * part.num_bytes
+    return nodes_of
 
 
 def slot_bytes(parts: Sequence[Part], places: Mapping[int, Sequence[str]]) -> dict[str, int]:
-    """Bytes that every node needs for its own parts and the copies that it holds, two slots of each."""
-    need = dict.fromkeys((part.node for part in parts), 0)
+    """Return the bytes that every node needs for its own parts and for copies, two slots of each.
+
+    Args:
+        places: nodes of the copies of each rank's part, see `place_copies`.
+    """
+    needed = dict.fromkeys((part.node for part in parts), 0)
     for part in parts:
         for node in {part.node, *places[part.rank]}:
-            need[node] += len(SLOTS) * part.num_bytes
-    return need
+            needed[node] += len(SLOTS) * part.num_bytes
+    return needed

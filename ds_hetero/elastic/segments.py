@@ -1,14 +1,21 @@
 """Segments: the state of one rank at one step, in a file of shared memory that outlives its process.
 
-    4,096 bytes of header, then ``end_bytes`` of content. The header: length of a JSON text, its CRC, the text.
+    offset 0       length of the JSON text (4 bytes); 0 if the segment is dirty
+    offset 4       CRC of the text (4 bytes)
+    offset 8       JSON text: job, model, save, rank, sizes, HMAC
+    offset 4096    content, ``end_bytes`` long
 
-A segment is marked dirty before its content is touched, and gets its header last. So a process that is killed at any
-byte leaves a segment that is dirty or whole, never one that only looks whole. Pages are reused from save to save.
+Order of writing, so that a process which is killed at any byte leaves a dirty or a complete segment:
 
-A part of the content is unpickled by whoever loads it. So the header has an HMAC by the job's token, of its own fields
-and of the content, and nobody unpickles before it was found to be right: neither damage nor another user's segment.
+    1. length and CRC are set to 0       dirty
+    2. content                           dirty
+    3. JSON text                         dirty
+    4. length and CRC                    complete
 
-Imports no torch: the keeper of a node runs without.
+The HMAC, by the job's token over header and content, is checked before any of the content is unpickled. It shows
+damage, and segments of other users. Pages are reused from save to save.
+
+Imports no torch, because the keeper of a node runs without it.
 """
 
 from __future__ import annotations
@@ -35,9 +42,10 @@ SUFFIX = ".seg"
 _PREFIX = struct.Struct("<II")  # length of the text, its CRC
 _VERSION = 2
 _MAX_PART_BYTES = 2**50
-GROWTH_BYTES = 1 << 16  # segments are multiples of it: what is pickled grows by some bytes from save to save
-_HASHED_BYTES = 4 << 20  # of a content, hashed by one thread
-_HASH_THREADS = 4  # SHA-256 takes 0.56 CPU s per GB where a CRC takes 0.24; two threads make up for it
+# Segment sizes are multiples of this: a pickled state grows by some bytes from save to save. Chosen, never measured.
+GROWTH_BYTES = 1 << 16
+_HASHED_BYTES = 4 << 20  # hashed at a time by one thread; chosen, never measured
+_HASH_THREADS = 4  # SHA-256 takes 0.56 CPU s per GB, a CRC 0.24; with two threads or more it takes no longer
 
 
 @dataclass(frozen=True, kw_only=True, order=True, slots=True)
@@ -45,24 +53,24 @@ class Save:
     """One save of all ranks of a world."""
 
     step: int
-    start: str  # drawn by rank 0 when its world started, later starts being greater
-    world_size: int  # number of ranks, and so of parts
+    start: str  # drawn by rank 0 when the world started; of two worlds, the later has the greater one
+    world_size: int  # number of ranks, which is the number of parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """Description of a whole segment."""
+    """Description of a complete segment."""
 
     job: str
-    model: str  # fingerprint of the model, so that no other model's state is loaded
-    save: Save  # that this is a part of
+    model: str  # fingerprint of the model; a job that trains another model refuses the segment
+    save: Save  # the save that this segment is a part of
     rank: int
-    end_bytes: int
-    index_bytes: int  # length of the description of the tensors, at the content's end
-    mac: str = ""  # of the other fields and the content, see `signed`
+    end_bytes: int  # length of the content
+    index_bytes: int  # length of the pickled part, at the end of the content
+    mac: str = ""  # HMAC of the other fields and the content, see `signed`
 
     def to_bytes(self) -> bytes:
-        """The text of the header, with its length and checksum before it."""
+        """Return length, CRC and JSON text."""
         text = json.dumps({"version": _VERSION, **asdict(self)}).encode()
         assert _PREFIX.size + len(text) <= HEADER_BYTES, "names in a header are short"
         return _PREFIX.pack(len(text), zlib.crc32(text)) + text
@@ -74,7 +82,7 @@ class Header:
 
 
 def parse_header(raw: bytes) -> Header | None:
-    """Read a header; None where it is dirty, torn, of another version or nonsense."""
+    """Parse a header. Return None if it is dirty, torn, of another version or malformed."""
     if len(raw) < _PREFIX.size:
         return None
     length, crc = _PREFIX.unpack_from(raw)
@@ -87,23 +95,32 @@ def parse_header(raw: bytes) -> Header | None:
         return None
 
 
-def _checked(content: dict[str, Any]) -> Header | None:
-    version, save = content.pop("version"), Save(**content.pop("save"))
-    header = Header(save=save, **content)
-    numbers = ((save.step, MAX_STEPS), (save.world_size, MAX_RANKS), (header.rank, save.world_size - 1))
-    sizes = (header.end_bytes, header.index_bytes)
-    is_sound = (
-        version == _VERSION
-        and all(is_whole(number, 0, most) for number, most in numbers)
-        and all(is_whole(size, 0, _MAX_PART_BYTES) for size in sizes)
-        and all(isinstance(text, str) for text in (save.start, header.job, header.model, header.mac))
-        and header.index_bytes <= header.end_bytes
+def _checked(fields: dict[str, Any]) -> Header | None:
+    """Return the header with these fields; None if one has a wrong type or is out of range."""
+    version = fields.pop("version")
+    save = Save(**fields.pop("save"))
+    header = Header(save=save, **fields)
+    limits = (
+        (save.step, MAX_STEPS),
+        (save.world_size, MAX_RANKS),
+        (header.rank, save.world_size - 1),
+        (header.end_bytes, _MAX_PART_BYTES),
+        (header.index_bytes, _MAX_PART_BYTES),
     )
-    return header if is_sound else None
+    texts = (save.start, header.job, header.model, header.mac)
+    if version != _VERSION:
+        return None
+    if not all(is_whole(number, 0, limit) for number, limit in limits):
+        return None
+    if not all(isinstance(text, str) for text in texts):
+        return None
+    if header.index_bytes > header.end_bytes:
+        return None
+    return header
 
 
 def signed(header: Header, content: memoryview, token: bytes) -> Header:
-    """The header with the HMAC of itself and its content, by the job's token; 0.6 CPU s per GB."""
+    """Return the header with the HMAC of its fields and the content, by the job's token. Takes 0.6 CPU s per GB."""
     fields = asdict(replace(header, mac=""))
     text = json.dumps({"version": _VERSION, **fields}, sort_keys=True).encode()
     key = hmac.digest(token, b"segment", hashlib.sha256)
@@ -111,12 +128,12 @@ def signed(header: Header, content: memoryview, token: bytes) -> Header:
 
 
 def is_genuine(header: Header, content: memoryview, token: bytes) -> bool:
-    """Whether this content was written under this header by somebody who has the token."""
+    """Return True if header and content were signed together by a process that has the token."""
     return hmac.compare_digest(header.mac.encode(), signed(header, content, token).mac.encode())
 
 
 def _digests(content: memoryview) -> bytes:
-    """SHA-256 of every chunk, one behind the other."""
+    """Return the concatenated SHA-256 digests of all chunks of a content."""
 
     def digest(start: int) -> bytes:
         with content[start : start + _HASHED_BYTES] as chunk:
@@ -130,13 +147,13 @@ def _digests(content: memoryview) -> bytes:
 
 
 def read_header(segment: Path | int) -> Header | None:
-    """Read the header of a segment; None where it is not whole, or shorter than it says.
+    """Read the header of a segment. Return None if the segment is dirty, or shorter than its header says.
 
     Args:
-        segment: its file, or a descriptor of one.
+        segment: its file, or a descriptor.
 
     Raises:
-        ConfigError: the file is not this user's alone.
+        ConfigError: other users may write to the file, or own it.
     """
     try:
         with opened(segment) as descriptor:
@@ -144,11 +161,13 @@ def read_header(segment: Path | int) -> Header | None:
             size = os.fstat(descriptor).st_size
     except OSError:
         return None
-    return header if header is not None and header.file_bytes <= size else None
+    if header is None or header.file_bytes > size:
+        return None
+    return header
 
 
 def is_undamaged(segment: Path | int, header: Header, token: bytes) -> bool:
-    """Whether the content of a segment has the HMAC of its header."""
+    """Return True if the HMAC in the header is that of the segment's content."""
     try:
         with (
             opened(segment) as descriptor,
@@ -162,7 +181,7 @@ def is_undamaged(segment: Path | int, header: Header, token: bytes) -> bool:
 
 @contextlib.contextmanager
 def opened(segment: Path | int) -> Iterator[int]:
-    """A descriptor of a segment, to read from; see `read_header`."""
+    """Open a segment for reading, and yield a descriptor. ``segment``: see `read_header`."""
     descriptor = os.dup(segment) if isinstance(segment, int) else open_file(segment)
     try:
         yield descriptor
@@ -171,11 +190,11 @@ def opened(segment: Path | int) -> Iterator[int]:
 
 
 class SegmentFile:
-    """A segment that this process writes, again and again.
+    """A segment that this process writes repeatedly.
 
     Args:
-        path: of its file, made with the first content.
-        descriptor: of a file without a name that is written instead, see `os.memfd_create`.
+        path: its file, which `begin` creates.
+        descriptor: of an anonymous file that is written instead of ``path``, see `os.memfd_create`.
     """
 
     def __init__(self, path: Path, descriptor: int | None = None) -> None:
@@ -184,10 +203,10 @@ class SegmentFile:
         self._map: mmap.mmap | None = None
 
     def begin(self, num_bytes: int) -> memoryview:
-        """Mark the segment dirty and return room for a content.
+        """Mark the segment dirty and return the memory for a content of this length.
 
         Raises:
-            OSError: the shared memory has no room.
+            OSError: the shared memory is full.
         """
         size = HEADER_BYTES + num_bytes
         if self._map is None or len(self._map) < size:
@@ -197,7 +216,8 @@ class SegmentFile:
             try:
                 os.pwrite(descriptor, bytes(_PREFIX.size), 0)
                 size = max(size, os.fstat(descriptor).st_size)
-                os.posix_fallocate(descriptor, 0, size)  # or a page that does not exist would end the process
+                # Without it, the first write to a page that the full file system cannot provide raises SIGBUS.
+                os.posix_fallocate(descriptor, 0, size)
                 self._map = mmap.mmap(descriptor, size)
             finally:
                 os.close(descriptor)
@@ -205,22 +225,22 @@ class SegmentFile:
         return memoryview(self._map)[HEADER_BYTES : HEADER_BYTES + num_bytes]
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether `begin` need not wait for pages: they were given to a content as long before."""
+        """Return True if `begin` has to allocate no pages, because an earlier content was as long."""
         return self._map is not None and len(self._map) >= HEADER_BYTES + num_bytes
 
     def _open(self) -> int:
         return open_file(self.path, os.O_RDWR | os.O_CREAT) if self.descriptor is None else os.dup(self.descriptor)
 
     def finish(self, header: Header) -> None:
-        """Make the segment whole: the text first, then its length and checksum."""
+        """Complete the segment: write the JSON text, then length and CRC."""
         assert self._map is not None
         raw = header.to_bytes()
         self._map[_PREFIX.size : len(raw)] = raw[_PREFIX.size :]
         self._map[: _PREFIX.size] = raw[: _PREFIX.size]
 
     def close(self) -> None:
-        """Let the mapping go; the file stays."""
+        """Unmap the segment; its file stays."""
         if self._map is not None:
-            with contextlib.suppress(BufferError):  # a view of it is still alive; the garbage collector closes it
+            with contextlib.suppress(BufferError):  # a view is still alive; the mapping is closed when that is freed
                 self._map.close()
             self._map = None

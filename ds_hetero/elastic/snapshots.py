@@ -1,10 +1,16 @@
 """Snapshots of a running job: taken every k steps, copied by a thread, sent to other nodes, committed by agreement.
 
-    before_step()   waits until the thread has copied what the step is about to change
-    after_step()    one all-reduce; every k steps the newest save that all have is committed, and the next is taken:
-                    what the script can change is copied before it returns, see `content`
+    before_step()   wait until the thread has copied all tensors that the step will change
+    after_step()    one all-reduce; every k steps, commit the newest save that all ranks have, and start the next one.
+                    Tensors that the script may change are copied before it returns, see `content`
 
-Before a step after which a save is due, the one under way is waited for, so at most 2k - 1 steps are lost.
+Timeline of one rank, k = 2 (S4: save of the state after step 4):
+
+    training    | step 3 | step 4 |start S4| step 5 | step 6 |commit S4, start S6| ...
+    thread                         copy S4, sign, send to other nodes
+
+A rank waits for the save under way before a step after which the next save is due. So S4 is complete before step 6
+begins, and a fault just before that costs steps 3 to 5: 2k - 1 steps at most.
 """
 
 from __future__ import annotations
@@ -43,31 +49,32 @@ from ds_hetero.runtime.collectives import on_all_ranks
 
 logger = logging.getLogger(__name__)
 
-_FIRST_EVERY = 1  # steps, until the cost of a save and of a step is known
-_SEND_TRIES = 4  # with the kept connection first; a keeper that was killed is back in a second
-_PAUSE_S = 0.5
+_FIRST_EVERY = 1  # steps between saves, until the cost of a save and of a step has been measured
+# The first try uses the open connection. The others give a keeper that was killed 1.5 s; it restarts in one second.
+_SEND_TRIES = 4
+_SEND_PAUSE_S = 0.5
 _NEWCOMERS_POLL_S = 0.5
-_MOST_UNSAVED = 3  # saves in a row that come to nothing before it is said that the job has no newer one
+_MAX_FAILED_SAVES = 3  # in a row, before rank 0 reports that no newer save is made; chosen
 
 
 Cards = Mapping[str, Sequence[str | None]]
-"""What the drivers of machines call their cards, by name of the machine; None where one is not known."""
+"""Names that the drivers give the GPUs of machines, by machine; None for a GPU without a known name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A rank of the world, and where it keeps its state."""
+    """A rank of the world, and the shared memory of its node."""
 
     name: str
     node: str
     keeper: tuple[str, int]  # address of the node's keeper
     free_bytes: int  # of the node's shared memory
-    file_bytes: Mapping[str, int]  # of the segments that the node has
-    num_bytes: int
+    file_bytes: Mapping[str, int]  # sizes of the segments on the node, by name
+    num_bytes: int  # of this rank's part of a save
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that saves could take on the node, with the pages that they have."""
+        """Bytes on the node that saves may use: free ones, and those of existing segments."""
         return self.free_bytes + sum(self.file_bytes.values())
 
 
@@ -77,23 +84,23 @@ class Shortage:
 
     node: str
     free_bytes: int
-    missing_bytes: int  # that saves need beside the pages that they have
+    missing_bytes: int  # that saves need in addition to the existing segments; more than ``free_bytes``
 
     def __str__(self) -> str:
         free, missing = unlike_bytes_texts(self.free_bytes, self.missing_bytes)
-        return f"node {self.node} has {free} of free shared memory, and saves need {missing} more than they have"
+        return f"node {self.node} has {free} of free shared memory, but saves need {missing} more than they have"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRules:
-    """Rules by which a rank saves."""
+    """Settings of a rank's saves."""
 
-    model: str
-    start: str  # of this world; greater than those before
-    every_steps: int | None  # between two saves; None for as few as cost nothing
+    model: str  # fingerprint
+    start: str  # name of this world; greater than those of earlier worlds
+    every_steps: int | None  # between two saves; None to choose it by `Pace`
     copies: int  # of each part, on other nodes
-    notice_s: float  # seconds that a node has from its notice to its end
-    resumed: Save | None  # the save that this world began with
+    notice_s: float  # from a preemption notice to the end of the node
+    resumed: Save | None  # the save that this world has loaded
 
 
 class Snapshots:
@@ -101,13 +108,13 @@ class Snapshots:
 
     Args:
         group: all ranks, over gloo.
-        take: makes the content of a save, given whether ``has_changed`` holds on any rank.
-        has_changed: whether more belongs to a save than to the one before; asked before each.
-        say: tells an event, on rank 0.
-        pays: whether it does to let machines in, by their cards; asked on rank 0.
+        take: captures the content of a save; its argument says whether ``has_changed`` returned True on any rank.
+        has_changed: called before each save; True if the save has to contain more than the one before.
+        say: reports an event, on rank 0.
+        pays: called on rank 0 with the cards of machines that wait; True if the job gains by letting them join.
 
     Attributes:
-        is_paused: no step is saved, as a benchmark has it that compares.
+        is_paused: True to save nothing, for benchmarks that compare steps with and without saves.
     """
 
     def __init__(
@@ -120,28 +127,39 @@ class Snapshots:
         say: Callable[..., None],
         pays: Callable[[Cards], bool] = lambda _: True,
     ) -> None:
-        self._worker, self._group, self._rules, self._say, self._pays = worker, group, rules, say, pays
+        self._worker, self._group, self._rules = worker, group, rules
+        self._say, self._pays = say, pays
         self._take, self._has_changed = take, has_changed
+        self.is_paused = False
         self.every_steps = rules.every_steps
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
+
+        # Slots on this node, and the save that the next one must not overwrite.
         self._files = {slot: SegmentFile(self._path(slot)) for slot in SLOTS}
-        self._slots = {slot: getattr(read_header(self._path(slot)), "save", None) for slot in SLOTS}
-        self._kept = rules.resumed
+        self._slots = {slot: _save_in(self._path(slot)) for slot in SLOTS}
+        self._committed = rules.resumed
+
+        # Copies on other nodes; chosen by `_place` at the first save.
         self._targets: list[Peer] | None = None
         self._peers: list[Peer] = []
-        self._wires: dict[str, Wire] = {}  # to keepers of copies, by node; a keeper closes one that is not used
+        self._wires: dict[str, Wire] = {}  # open connections to their keepers, by node; a keeper closes idle ones
+
+        # The save under way.
         self._thread: threading.Thread | None = None
         self._is_copied = threading.Event()
         self._is_copied.set()
-        self._done_step = self.committed_step = -1
+
+        # Steps: of this rank's newest complete save, of the newest that all ranks have, and the latest trained one.
+        self._done_step = -1
+        self.committed_step = -1
         self._latest_step = 0 if rules.resumed is None else rules.resumed.step
-        self._leaving: str | None = None  # why all ranks end
+
+        self._leaving: str | None = None  # reason why all ranks end, once they have agreed on it
         self._pace = Pace()
-        self._last_step_s: float | None = None
-        self._is_busy = False  # whether a save was under way when the latest step began
-        self._num_unsaved = 0  # saves in a row that were due and that not all ranks have
-        self._last_failure = ""  # of this rank's own saves, until one succeeds
-        self.is_paused = False
+        self._last_step_end_s: float | None = None
+        self._was_busy = False  # whether a save was under way when the latest step began
+        self._num_failed_saves = 0  # in a row: due, but not complete on all ranks
+        self._last_failure = ""  # kind of this rank's latest failure; empty after a success
         self._waiting: Message = {"newcomers": []}  # to be let in
         if self._rank == 0:
             threading.Thread(target=self._look_for_newcomers, daemon=True).start()
@@ -150,60 +168,79 @@ class Snapshots:
         return self._worker.place.folder / f"own-{self._worker.name}-{slot}{SUFFIX}"
 
     def before_step(self) -> None:
-        """Wait until nothing is left to copy of what the step changes, or of the save before where one is due."""
+        """Wait until the tensors that the step changes are copied; if a save is due after it, until the save is done.
+
+        Collectives: those of `leave_if_due`.
+        """
         self.leave_if_due()
         self._is_copied.wait()
         if self._is_due(self._latest_step + 1):
             self.wait()
 
     def _is_due(self, step: int) -> bool:
-        """Whether a save is, after a step; several may have been done since the latest one that was noted."""
+        """Return True if a save is due after a step. Several steps may have passed since the latest recorded one."""
         every = self.every_steps or _FIRST_EVERY
         return step // every > self._latest_step // every
 
     def after_step(self, step: int) -> None:
-        """Commit and save if they are due; leave if a rank was given notice, or somebody waits to join.
+        """Commit and save if due; agree to leave if a rank has a preemption notice, or a machine waits to join.
 
-        Collectives: one all_reduce of five integers, one more at a save that is not due; `on_all_ranks` at the first.
+        Collectives: one all_reduce of five integers; one more if all leave while no save is due; `on_all_ranks` at the
+            first save.
         """
         self._worker.note_step(step)
         if self.is_paused:
-            self._last_step_s = None
+            self._last_step_end_s = None
             return
         is_due = self._is_due(step)
         self._latest_step = step
         if is_due or self._worker.has_notice:
             self.wait()
         newcomers = self._newcomers() if is_due and self._rank == 0 else []
-        has_changed = int(is_due and self._has_changed())
-        leaving, joining, minus_done, needed, has_changed = self._agree(
-            int(self._worker.has_notice), int(bool(newcomers)), -self._done_step, self._pace.needed_steps(), has_changed
+        # All are maxima over ranks. The negative of the newest step makes a maximum of the smallest newest step, which
+        # is the one that every rank has (`save_rules.committed_step`).
+        leaving, joining, minus_done, needed_steps, has_changed = self._agree(
+            int(self._worker.has_notice),
+            int(bool(newcomers)),
+            -self._done_step,
+            self._pace.needed_steps(),
+            int(is_due and self._has_changed()),
         )
         if is_due:
             self._commit(-minus_done)
-            self._count_unsaved(step)
-        if is_due and self._rules.every_steps is None:
-            self.every_steps = needed
+            self._count_failed_save(step)
+            if self._rules.every_steps is None:
+                self.every_steps = needed_steps
         if (leaving or joining) and not is_due:
             (has_changed,) = self._agree(int(self._has_changed()))
-        if (is_due or leaving or joining) and not self._save(step, has_changed=bool(has_changed)):
-            joining = 0  # they would cost the steps since the newest save
-        if leaving or joining:
-            self._leaving = "notice" if leaving else f"{', '.join(newcomers) or 'somebody'} joins"
+        if is_due or leaving or joining:
+            has_room = self._save(step, has_changed=bool(has_changed))
+            if not has_room:
+                joining = 0  # joining without this save would cost the steps since the newest one
+        if leaving:
+            self._leaving = "notice"
+        elif joining:
+            self._leaving = f"{', '.join(newcomers) or 'somebody'} joins"
+        self._add_step_time(begins=is_due)
+
+    def _add_step_time(self, *, begins: bool) -> None:
+        """Give `Pace` the time since the end of the step before. ``begins``: whether a save began in it."""
         now_s = time.perf_counter()
-        is_under_way = self._thread is not None and self._thread.is_alive()
-        if self._last_step_s is not None:
-            seconds = now_s - self._last_step_s
-            self._pace.add_step(seconds, begins=is_due, is_busy=self._is_busy or is_under_way or is_due)
-        self._last_step_s, self._is_busy = now_s, is_under_way
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if self._last_step_end_s is not None:
+            seconds = now_s - self._last_step_end_s
+            self._pace.add_step(seconds, begins=begins, is_busy=self._was_busy or is_busy or begins)
+        self._last_step_end_s = now_s
+        self._was_busy = is_busy
 
     def _agree(self, *numbers: int) -> list[int]:
+        """Return the maximum of each number over all ranks."""
         agreed = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
         return [int(number) for number in agreed.tolist()]
 
     def _look_for_newcomers(self) -> None:
-        """In a thread of rank 0, so that no step waits for the answer."""
+        """Poll the rendezvous for machines that wait. Runs in a thread of rank 0, so that no step waits for it."""
         while True:
             try:
                 self._waiting = self._worker.ask_meeting({"do": "newcomers"})
@@ -212,67 +249,74 @@ class Snapshots:
             time.sleep(_NEWCOMERS_POLL_S)
 
     def _newcomers(self) -> list[str]:
+        """Return the agents that wait to join, if the job gains by letting them in."""
         answer = self._waiting
         names: list[str] = answer["newcomers"]
         return names if names and self._pays(answer["cards"]) else []
 
     def wait(self) -> None:
-        """Wait until the save that is under way, if any, is written and copied."""
+        """Wait until the save under way, if any, is written and its copies are sent."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def _commit(self, step: int) -> None:
-        """All ranks have a save of ``step``: what is older may go."""
+        """Note that all ranks have a save of ``step``, so that older ones may be overwritten."""
         if step <= self.committed_step:
             return
         is_first = self.committed_step < 0
         self.committed_step = step
-        self._kept = self._save_of(step)
-        if self._num_unsaved >= _MOST_UNSAVED:
+        self._committed = self._save_of(step)
+        if self._num_failed_saves >= _MAX_FAILED_SAVES:
             self._say("saved again", step=step)
-        self._num_unsaved = -1
+        self._num_failed_saves = -1  # `_count_failed_save` follows, and makes it 0
         if is_first:
-            self._say("commit", step=step, every_steps=self.every_steps, targets=[p.node for p in self._targets or []])
+            nodes_of_copies = [peer.node for peer in self._targets or []]
+            self._say("commit", step=step, every_steps=self.every_steps, targets=nodes_of_copies)
             self._free()
             step_s, save_s = self._pace.step_s, self._pace.save_s
             if step_s + save_s > self._rules.notice_s:
                 self._say("notice too short", step_s=step_s, save_s=save_s, notice_s=self._rules.notice_s)
 
     def _free(self) -> None:
-        """Delete what worlds before have left on this node; segments that are written again stay."""
+        """Delete segments of earlier worlds on this node, except those that this world writes again."""
         node = self._worker.place.node
         targets = self._targets_by_rank()
-        own = [f"own-{peer.name}-" for peer in self._peers if peer.node == node]
-        copies = [
-            _copy_prefix(peer) for rank, peer in enumerate(self._peers) if any(t.node == node for t in targets[rank])
-        ]
+        prefixes_in_use = []
+        for rank, peer in enumerate(self._peers):
+            if peer.node == node:
+                prefixes_in_use.append(_part_prefix(peer))
+            if any(target.node == node for target in targets[rank]):
+                prefixes_in_use.append(_copy_prefix(peer))
+        committed = asdict(self._save_of(self.committed_step))
         try:
-            self._worker.ask_keeper(
-                {"do": "free", "kept": asdict(self._save_of(self.committed_step)), "in_use": own + copies}
-            )
+            self._worker.ask_keeper({"do": "free", "kept": committed, "in_use": prefixes_in_use})
         except OSError as error:
             logger.warning("the keeper of this node does not free older saves: %s", error)
 
-    def _count_unsaved(self, step: int) -> None:
-        """Say it where saves come to nothing: the next fault would cost all steps since the newest one."""
-        self._num_unsaved += 1
-        if self._num_unsaved == _MOST_UNSAVED:
-            newest = -1 if self._kept is None else self._kept.step
+    def _count_failed_save(self, step: int) -> None:
+        """Report saves that fail in a row, because the next fault costs all steps since the newest complete save."""
+        self._num_failed_saves += 1
+        if self._num_failed_saves == _MAX_FAILED_SAVES:
+            newest = -1 if self._committed is None else self._committed.step
             self._say("not saved", step=step, newest_save=newest, reason="each rank says why its own were not made")
 
     def _save_of(self, step: int) -> Save:
         return Save(step=step, start=self._rules.start, world_size=self._size)
 
     def _save(self, step: int, *, has_changed: bool) -> bool:
-        """Capture the state: what the script can change now, by a thread what is held. Whether all ranks have room."""
+        """Start a save: copy now all that the script may change, and the other tensors in a thread.
+
+        Returns:
+            False if a node has too little memory; the same on every rank.
+        """
         self.wait()
         begin_s = time.perf_counter()
         content = self._take(has_changed)
         if self._targets is None and not self._place(content.num_bytes, step):
             return False
-        slot = choose_slot(self._slots, self._kept)
-        self._slots[slot] = None
+        slot = choose_slot(self._slots, self._committed)
+        self._slots[slot] = None  # dirty from here on
         if self._files[slot].has_room(content.num_bytes):
             with self._files[slot].begin(content.num_bytes) as room:
                 content.write_now(room)
@@ -284,42 +328,50 @@ class Snapshots:
         return True
 
     def _work(self, slot: str, step: int, content: Content, begin_s: float) -> None:
-        """In the thread: copy, sign, send."""
+        """Copy, sign and send a save; runs in the thread."""
         try:
             room = self._files[slot].begin(content.num_bytes)
             try:
                 header = self._write(slot, step, content, room)
                 if header is not None:
+                    # A list: all targets are tried, even if one fails.
                     stored = [self._send(target, slot, header, room) for target in self._targets or []]
                     if all(stored):
-                        self._done_step, self._last_failure = step, ""
+                        self._done_step = step
+                        self._last_failure = ""
             finally:
                 room.release()
             self._pace.save_s = time.perf_counter() - begin_s
         except OSError as error:
-            free = f", {shutil.disk_usage(self._worker.place.folder).free:,} are free" if is_full(error) else ""
+            free = ""
+            if is_full(error):
+                free = f", {shutil.disk_usage(self._worker.place.folder).free:,} are free"
             self._note_failure(f"{error}: {content.num_bytes:,} bytes are to be written{free}")
         except Exception:
-            logger.exception("a save of step %d failed; the one before stays", step)
+            logger.exception("a save of step %d failed; the previous one stays", step)
         finally:
             self._is_copied.set()
 
     def _note_failure(self, reason: str) -> None:
-        """Say once why this rank's saves come to nothing."""
+        """Log why this rank's save has failed, unless the previous failure was of the same kind."""
         kind = reason.partition(":")[0]
         if kind != self._last_failure:
             logger.warning("rank %d cannot save: %s. The newest save stays; the job goes on.", self._rank, reason)
         self._last_failure = kind
 
     def _write(self, slot: str, step: int, content: Content, room: memoryview) -> Header | None:
-        """Copy what is left and make the segment whole; None where the script has changed what was held."""
+        """Copy the remaining tensors and complete the segment.
+
+        Returns:
+            The header; None if the script has changed a held tensor, so that the content is invalid.
+        """
         content.write_now(room)
         is_sound = content.write_held(room)
         self._is_copied.set()
         if not is_sound:
             self._note_failure(
-                "the script changes tensors in place that belong to the engine, before its next step; from now on they "
-                "are copied while it waits"
+                "the script changes tensors of the engine in place before the next step; from now on they are copied "
+                "while the script waits"
             )
             return None
         header = Header(
@@ -336,11 +388,11 @@ class Snapshots:
         return header
 
     def _send(self, target: Peer, slot: str, header: Header, room: memoryview) -> bool:
-        """Send a segment to the node of a copy; whether it has it."""
+        """Send a segment to the node of a copy. Return True if its keeper has stored it."""
         name = f"{_copy_prefix(self._peers[self._rank])}{slot}{SUFFIX}"
         for _ in range(_SEND_TRIES):
             wire = self._wires.pop(target.node, None)
-            is_new = wire is None
+            is_new = wire is None  # an open connection may just have been closed by the keeper: no failure yet
             try:
                 wire = wire or connect(*target.keeper, self._worker.token, REQUEST_TIMEOUT_S)
                 put(wire, name, header, room)
@@ -351,19 +403,22 @@ class Snapshots:
                     wire.close()
                 if is_new:
                     self._note_failure(f"node {target.node} does not take a copy: {error}")
-                    time.sleep(_PAUSE_S)
+                    time.sleep(_SEND_PAUSE_S)
         return False
 
     def _place(self, num_bytes: int, step: int) -> bool:
-        """Agree on the nodes of all copies, once per world; whether the shared memory is large enough.
+        """Agree on the nodes of all copies, once per world. Return False if their shared memory is too small.
+
+        A job that has resumed from a save then trains without newer saves, and measures again when the next is due.
 
         Raises:
-            ConfigError: it is too small, and the job begins. One that goes on trains without newer saves, and looks
-                again when the next one is due.
+            ConfigError: the shared memory is too small, and the job has not saved before.
         """
         shortages = self._measure(num_bytes)
         if shortages:
-            swept = [text for of_rank in on_all_ranks(lambda: self._sweep(shortages), self._group) for text in of_rank]
+            swept: list[str] = []
+            for of_rank in on_all_ranks(lambda: self._sweep(shortages), self._group):
+                swept.extend(of_rank)
             if swept:
                 self._say("freed", leftovers=swept)
                 shortages = self._measure(num_bytes)
@@ -374,77 +429,83 @@ class Snapshots:
             return True
         fewer = ', or set "elastic": {"copies": 0}' if self._rules.copies else ""
         text = (
-            f"{'; '.join(map(str, shortages))}: two slots of each own part and of each copy. Give it more "
+            f"{'; '.join(map(str, shortages))}: two slots of each part and of each copy. Give it more "
             f"(docker run --shm-size, --memory-gib){fewer}."
         )
         if self._rules.resumed is None:
             raise ConfigError(text)
-        if self._num_unsaved <= 1 or self._num_unsaved == _MOST_UNSAVED:
+        if self._num_failed_saves <= 1 or self._num_failed_saves == _MAX_FAILED_SAVES:
             self._say("no room", step=step, newest_save=self._rules.resumed.step, reason=text)
         return False
 
     def _measure(self, num_bytes: int) -> list[Shortage]:
-        """Nodes whose shared memory is too small, the same on every rank."""
+        """Exchange sizes and free memory, and return the nodes with too little; the same on every rank."""
 
         def describe() -> Peer:
             keeper = self._worker.place.address()
             assert keeper is not None
-            known = self._worker.ask_keeper({"do": "list"})
+            answer = self._worker.ask_keeper({"do": "list"})
             return Peer(
                 name=self._worker.name,
                 node=self._worker.place.node,
                 keeper=keeper,
-                free_bytes=int(known["free_bytes"]),
-                file_bytes=known["file_bytes"],
+                free_bytes=int(answer["free_bytes"]),
+                file_bytes=answer["file_bytes"],
                 num_bytes=num_bytes + GROWTH_BYTES,
             )
 
         self._peers = list(on_all_ranks(describe, self._group))
-        by_node = {peer.node: peer for peer in reversed(self._peers)}
-        missing = dict.fromkeys(by_node, 0)
+        first_peers = self._first_peers()
+        missing = dict.fromkeys(first_peers, 0)
         for rank, targets in self._targets_by_rank().items():
             part = self._peers[rank]
-            names = [(part.node, f"own-{part.name}-"), *((target.node, _copy_prefix(part)) for target in targets)]
-            for node, prefix in names:
+            segments = [(part.node, _part_prefix(part))]
+            segments += [(target.node, _copy_prefix(part)) for target in targets]
+            for node, prefix in segments:
                 for slot in SLOTS:
-                    has = by_node[node].file_bytes.get(f"{prefix}{slot}{SUFFIX}", 0)
-                    # What has the size of this save is written again, when nothing else is left as well.
-                    is_enough = has >= HEADER_BYTES + part.num_bytes - GROWTH_BYTES
-                    missing[node] += 0 if is_enough else part.num_bytes - has
+                    file_bytes = first_peers[node].file_bytes.get(f"{prefix}{slot}{SUFFIX}", 0)
+                    # A file of this size is reused, even when no other memory is free.
+                    is_enough = file_bytes >= HEADER_BYTES + part.num_bytes - GROWTH_BYTES
+                    if not is_enough:
+                        missing[node] += part.num_bytes - file_bytes
         return [
             Shortage(node=node, free_bytes=peer.free_bytes, missing_bytes=missing[node])
-            for node, peer in by_node.items()
+            for node, peer in first_peers.items()
             if missing[node] > peer.free_bytes
         ]
 
     def _sweep(self, shortages: Sequence[Shortage]) -> list[str]:
-        """Let the keeper of this node delete what jobs that have ended have left, if the node is short of room."""
+        """If this node has too little memory, let its keeper delete the saves of ended jobs; one rank per node asks."""
         node = self._worker.place.node
-        is_first_here = next(rank for rank, peer in enumerate(self._peers) if peer.node == node) == self._rank
-        if not is_first_here or all(one.node != node for one in shortages):
+        first_rank_of_node = next(rank for rank, peer in enumerate(self._peers) if peer.node == node)
+        is_short = any(shortage.node == node for shortage in shortages)
+        if self._rank != first_rank_of_node or not is_short:
             return []
         swept: list[str] = self._worker.ask_keeper({"do": "sweep"})["swept"]
         return swept
 
     def _targets_by_rank(self) -> dict[int, list[Peer]]:
-        """By rank, peers on the nodes that may hold its copies; the first ``copies`` of them do."""
-        by_node = {peer.node: peer for peer in reversed(self._peers)}
-        parts = self._parts()
-        free = {node: peer.room_bytes for node, peer in by_node.items()}
+        """Return, by rank, a peer on each node that holds a copy of the rank's part; its keeper stores the copy."""
+        first_peers = self._first_peers()
+        parts = [Part(rank=rank, node=peer.node, num_bytes=peer.num_bytes) for rank, peer in enumerate(self._peers)]
+        free_bytes = {node: peer.room_bytes for node, peer in first_peers.items()}
         for part in parts:
-            free[part.node] -= len(SLOTS) * part.num_bytes
-        places = place_copies(parts, free, self._rules.copies)
-        return {rank: [by_node[node] for node in nodes] for rank, nodes in places.items()}
+            free_bytes[part.node] -= len(SLOTS) * part.num_bytes
+        targets = {}
+        for rank, nodes in place_copies(parts, free_bytes, self._rules.copies).items():
+            targets[rank] = [first_peers[node] for node in nodes]
+        return targets
 
-    def _parts(self) -> list[Part]:
-        return [Part(rank=r, node=peer.node, num_bytes=peer.num_bytes) for r, peer in enumerate(self._peers)]
+    def _first_peers(self) -> dict[str, Peer]:
+        """Return the first rank of every node, by node."""
+        return {peer.node: peer for peer in reversed(self._peers)}
 
     def leave_if_due(self) -> None:
-        """End this process, as all ranks do, if it was agreed on: the save of the latest step is committed first.
+        """Commit the save of the latest step and end this process, if all ranks have agreed to leave.
 
-        Call it where the script has done all that belongs to a step.
+        Call it when the script has done everything that belongs to a step.
 
-        Collectives: one all_reduce of a number, if it is due.
+        Collectives: one all_reduce of one integer, if the ranks leave.
         """
         if self._leaving is None:
             return
@@ -454,5 +515,17 @@ class Snapshots:
         self._worker.leave()
 
 
+def _save_in(path: Path) -> Save | None:
+    """Return the save whose part is in a segment; None if the segment is dirty or does not exist."""
+    header = read_header(path)
+    return None if header is None else header.save
+
+
+def _part_prefix(peer: Peer) -> str:
+    """Beginning of the names of a rank's segments on its node."""
+    return f"own-{peer.name}-"
+
+
 def _copy_prefix(peer: Peer) -> str:
+    """Beginning of the names of the copies of a rank's segments on other nodes."""
     return f"from-{peer.name}-"

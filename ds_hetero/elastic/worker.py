@@ -1,7 +1,13 @@
-"""This process as a worker of an elastic job: its names, notice, signs of life and last words. Imports no torch.
+"""This process as a worker of an elastic job: its name, signs of life, preemption notice and reason of its end.
 
-SIGTERM means one of two things. Where the round is broken, torchrun ends the workers: this one ends at once, without
-waiting for peers that are gone. Else the node was given notice: the next step's end takes a save, and all leave.
+SIGTERM means one of two things:
+
+    the round is broken (a file ``broken-<round>.json`` exists)    torchrun ends the workers: end at once, because peers
+                                                                   that are gone would never answer
+    else                                                           the node is preempted: save at the end of the step,
+                                                                   then all ranks leave
+
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,10 +27,11 @@ from ds_hetero.elastic.node.place import AGENT, ROUND, NodePlace, token_of
 from ds_hetero.elastic.node.processes import end_with_agent
 from ds_hetero.elastic.node.wire import Message
 
-LEFT = 75  # exit code of workers that leave after a commit
-_BEAT_S = 1.0
+LEFT = 75  # exit code of workers that leave after a commit; EX_TEMPFAIL of sysexits.h
+_HEARTBEAT_S = 1.0
 _BREAK_POLL_S = 0.1
-_SHORT = 500  # characters; each takes six bytes of JSON at most
+# Characters of an error that fit into a page even as JSON escapes of six bytes each: room is left for such files.
+_SHORT_ERROR = 500
 
 
 @dataclass(kw_only=True)
@@ -34,24 +41,24 @@ class Worker:
     place: NodePlace
     agent: str
     local_rank: int  # among the workers of its agent
-    round_number: int  # of the world that it belongs to
+    round_number: int  # of the rendezvous that this world came from
 
     def __post_init__(self) -> None:
         self.token = token_of(self.place.job)
-        self.has_notice = False
-        self.step = -1  # optimizer steps done
+        self.has_notice = False  # preemption: the node is going to be taken away
+        self.step = -1  # number of the latest optimizer step; -1 before the first
         self._wakeup = socket.socketpair()
 
     @property
     def name(self) -> str:
-        """The same over all worlds, and no other worker's."""
+        """Unique among the workers of the job, and the same in every world."""
         return f"{self.agent}-{self.local_rank}"
 
     def ask_keeper(self, message: Message) -> Message:
-        """Ask the node's keeper, which may be about to start again.
+        """Send a request to the node's keeper.
 
         Raises:
-            OSError: it cannot be reached, or refuses.
+            OSError: the keeper cannot be reached, such as while it restarts; or it refuses.
         """
         address = self.place.address()
         if address is None:
@@ -59,27 +66,28 @@ class Worker:
         return ask(address, self.token, message)
 
     def ask_meeting(self, message: Message) -> Message:
-        """Ask the keeper that serves the rendezvous; see `ask_keeper`."""
-        at = self.place.read(f"meeting-{self.agent}.json")
-        if at is None:
-            raise OSError("the agent has no meeting")
-        return ask((at["host"], at["port"]), self.token, message)
+        """Send a request to the keeper that serves the rendezvous; see `ask_keeper`."""
+        address = self.place.read(f"meeting-{self.agent}.json")
+        if address is None:
+            raise OSError("the agent has joined no rendezvous")
+        return ask((address["host"], address["port"]), self.token, message)
 
     def start(self) -> None:
-        """Take notice by SIGTERM, say that this process lives, and end with the agent."""
+        """Handle SIGTERM, start the heartbeat, and let this process end with its agent."""
         end_with_agent()
         hold(self.place)
         self.place.remove(f"end-{self.name}.json")
         if threading.current_thread() is threading.main_thread():
             reading, writing = self._wakeup
             writing.setblocking(False)
+            # A handler that does nothing, so that Python writes the signal's number to the wakeup socket.
             signal.signal(signal.SIGTERM, lambda *_: None)
             signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
             threading.Thread(target=self._take_signals, args=(reading,), daemon=True).start()
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _take_signals(self, reading: socket.socket) -> None:
-        """In a thread: the main one may wait for the dead, and sees no signal."""
+        """Handle signals in a thread: the main one may be stuck in a collective and would run no Python handler."""
         while numbers := reading.recv(64):
             if signal.SIGTERM not in numbers:
                 continue
@@ -94,58 +102,62 @@ class Worker:
     def _beat(self) -> None:
         while True:
             self._show_life()
-            time.sleep(_BEAT_S)
+            time.sleep(_HEARTBEAT_S)
 
     def _show_life(self) -> None:
-        with contextlib.suppress(OSError):  # the node's folder is gone, and so is the node
+        with contextlib.suppress(OSError):  # the job's folder was deleted, so nobody reads the heartbeat
             self.place.show_life(self.name, os.getpid(), self.round_number, has_stepped=self.step >= 0)
 
     def note_step(self, step: int) -> None:
-        """Note an optimizer step; the first one shows that the round came to something."""
-        is_first, self.step = self.step < 0, step
+        """Record an optimizer step; the first one is shown at once, because a round without a step counts as failed."""
+        is_first = self.step < 0
+        self.step = step
         if is_first:
             self._show_life()
 
     def note_error(self, text: str, *, is_refusal: bool = False, is_of_peer: bool = False) -> None:
-        """Leave behind why this process ends, for its agent.
+        """Write the reason why this process ends to a file, for its agent.
 
         Args:
-            is_refusal: another start would end in the same way.
-            is_of_peer: it ends because another one has ended, or cannot be reached.
+            is_refusal: a restart would end with the same refusal.
+            is_of_peer: it ends because another worker has ended, or cannot be reached.
         """
         end = {"error": text, "is_refusal": is_refusal and self.step < 0, "is_of_peer": is_of_peer, "step": self.step}
         try:
             self.place.write(f"end-{self.name}.json", end)
-        except OSError:  # the shared memory is full, where short files have room all the same
+        except OSError:  # the shared memory is full; a short file still fits into the page that is reserved
             with contextlib.suppress(OSError):
-                self.place.write(f"end-{self.name}.json", {**end, "error": text[:_SHORT]})
+                self.place.write(f"end-{self.name}.json", {**end, "error": text[:_SHORT_ERROR]})
 
     def note_success(self) -> None:
-        """Leave behind that the script has come to its end."""
+        """Write a file that tells the agent that the script has finished."""
         with contextlib.suppress(OSError):
             self.place.write(f"done-{self.agent}.json", {"step": self.step})
 
     def leave(self) -> None:
-        """End after a commit; the agent meets the others again, or leaves with its node."""
+        """End this process after a commit; its agent goes to the next rendezvous, or ends with its node."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(LEFT)
 
 
-_own: Worker | None = None
+_worker: Worker | None = None
 
 
 def own_worker() -> Worker | None:
-    """This process as a worker, started at the first call; None in a job that is not elastic."""
-    global _own
-    if any(name not in os.environ for name in (AGENT, ROUND, "RANK")) or (place := NodePlace.of_environment()) is None:
+    """Return this process as a worker, started by the first call; None in a job that is not elastic."""
+    global _worker
+    if any(name not in os.environ for name in (AGENT, ROUND, "RANK")):
         return None
-    if _own is None:
-        _own = Worker(
+    place = NodePlace.of_environment()
+    if place is None:
+        return None
+    if _worker is None:
+        _worker = Worker(
             place=place,
             agent=os.environ[AGENT],
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
             round_number=int(os.environ[ROUND]),
         )
-        _own.start()
-    return _own
+        _worker.start()
+    return _worker

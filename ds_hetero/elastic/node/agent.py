@@ -1,6 +1,12 @@
-"""torchrun's agent of one device, started by `launch`: ends with its parent, and says why it ends.
+"""torchrun's agent of one GPU, started by `launch`: ends with its parent, and prints why it ends.
 
 python -m ds_hetero.elastic.node.agent TORCHRUN_ARGUMENTS
+
+exit code    reason
+0            the script has finished
+1            the workers failed, and are not restarted
+2            the rendezvous was closed, such as by a refusal
+143          preemption notice (128 + SIGTERM)
 """
 
 from __future__ import annotations

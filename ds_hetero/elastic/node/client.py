@@ -1,8 +1,11 @@
-"""The worker as torchrun starts it: asks the node's warm server for a process, or becomes one itself.
+"""Stand-in for a worker, started by torchrun: asks the node's fork server for the worker, or becomes it.
 
     python -S -E client.py SERVER_SOCKET -- ARGUMENTS_OF_PYTHON
 
-It takes milliseconds, imports nothing but the standard library, passes signals on, and ends as the worker ends.
+    server answers    the worker is a fork of the server; this process forwards signals and ends with the same code
+    no server         this process executes Python with the arguments
+
+It starts in milliseconds and imports only the standard library.
 """
 
 import array
@@ -13,12 +16,12 @@ import socket
 import struct
 import sys
 
-NUMBER = struct.Struct("i")
-_PR_SET_PDEATHSIG = 1
+NUMBER = struct.Struct("i")  # a length, a signal or an exit code on the socket
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def main() -> None:
-    """Run the worker, here or in the server."""
+    """Run the worker as a fork of the server, or in this process."""
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -36,10 +39,10 @@ def main() -> None:
 
 
 def expect_own_peer(connected: socket.socket) -> None:
-    """Refuse a process of another user at the other end: it would get the environment, and with it the job's secret.
+    """Refuse a peer of another user, who would receive the environment, which contains the job's secret.
 
     Raises:
-        OSError: it is one.
+        OSError: the peer is a process of another user.
     """
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", credentials)
@@ -48,7 +51,7 @@ def expect_own_peer(connected: socket.socket) -> None:
 
 
 def _ask(server: socket.socket, arguments: "list[str]") -> None:
-    """Hand over arguments, environment, folder and the two streams.
+    """Send arguments, environment, working folder, stdout and stderr, and wait for the worker's process id.
 
     Raises:
         OSError: the server has ended, or cannot start a process.
@@ -62,6 +65,7 @@ def _ask(server: socket.socket, arguments: "list[str]") -> None:
 
 
 def _number(server: socket.socket) -> "int | None":
+    """Receive a number; None if the server has ended."""
     try:
         raw = server.recv(NUMBER.size, socket.MSG_WAITALL)
     except OSError:
@@ -74,6 +78,7 @@ def _become_worker(arguments: "list[str]") -> None:
 
 
 def _end_as(code: "int | None") -> None:
+    """End like the worker: with its exit code, or by the signal ``-code`` that killed it."""
     if code is not None and code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)

@@ -1,9 +1,11 @@
-"""Door of a keeper: connections that have not shown the job's token, few at a time and none for long.
+"""Admission of connections to a keeper: limits those that have not shown the job's token yet.
 
-    waiting    one of at most `MAX_WAITING`; the oldest has to go for a new one
-    inside     has shown the token; at most `MAX_INSIDE`
+    state      limit            beyond the limit
+    waiting    `MAX_WAITING`    the oldest waiting connection is closed
+    inside     `MAX_INSIDE`     the new connection is closed
 
-A member of the job shows the token in milliseconds, so the oldest one that waits is none of them, however many come.
+A member of the job shows the token within milliseconds. So the oldest waiting connection is not a member's, however
+many connections a stranger opens.
 """
 
 from __future__ import annotations
@@ -18,43 +20,44 @@ from ds_hetero.elastic.node.wire import Wire, close, welcome
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
-MAX_WAITING = 128  # threads that others can cause; they read 64 bytes and parse nothing
-MAX_INSIDE = 8192  # an agent and a worker of each rank of the largest jobs, and some that ask
+MAX_WAITING = 128  # threads that strangers can cause; each reads 64 bytes and parses nothing
+MAX_INSIDE = 8192  # agents and workers of the largest jobs, and some more; chosen
 
 
 class Door:
-    """Lets in who has the token.
+    """Admits connections whose other side has the token.
 
     Args:
-        timeout_s: of the connections that are let in.
-        serve: serves one of them, in a thread of its own.
+        timeout_s: of admitted connections.
+        serve: called with each of them, in a thread of its own.
     """
 
     def __init__(self, token: bytes, timeout_s: float, serve: Callable[[Wire], None]) -> None:
         self._token, self._timeout_s, self._serve = token, timeout_s, serve
         self._lock = threading.Lock()
-        self._waiting: dict[socket.socket, None] = {}  # in the order in which they came
+        self._waiting: dict[socket.socket, None] = {}  # in order of arrival; the values mean nothing
         self._num_inside = 0
 
     def admit(self, connected: socket.socket) -> None:
-        """Take a connection that was accepted; never waits for it."""
+        """Start the handshake of an accepted connection in a thread, and return at once."""
         with self._lock:
             self._waiting[connected] = None
             oldest = next(iter(self._waiting)) if len(self._waiting) > MAX_WAITING else None
             if oldest is not None:
                 del self._waiting[oldest]
         if oldest is not None:
-            close(oldest)  # its thread ends by that
+            close(oldest)  # which also ends its thread
         try:
             threading.Thread(target=self._welcome, args=(connected,), daemon=True).start()
-        except RuntimeError:  # no further thread
+        except RuntimeError:  # the system allows no further thread
             self._leave(connected)
             close(connected)
 
     def _welcome(self, connected: socket.socket) -> None:
+        """Do the handshake, then serve the connection; runs in a thread."""
         try:
             wire = welcome(connected, self._token, HANDSHAKE_S, self._timeout_s)
-        except (OSError, ValueError):  # ValueError: it was closed for a new one, and has no descriptor
+        except (OSError, ValueError):  # ValueError: `admit` has closed it, so it has no descriptor
             close(connected)
             return
         finally:

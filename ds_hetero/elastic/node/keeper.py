@@ -1,18 +1,23 @@
-"""Keeper of a node: holds segments in shared memory, gives and takes copies, and serves the rendezvous of the agents.
+"""Keeper of a node: the process that serves segments in shared memory, and the rendezvous of the agents.
 
     python -m ds_hetero.elastic.node.keeper --job J --node N --host 127.0.0.1 --port 0 [--rules JSON]
 
-It needs no torch, outlives the workers, and can be killed: the next one finds the files. Requests come one after the
-other on a connection whose other side has shown the job's token (`door`, `wire`); what a keeper stores it neither
-executes nor unpickles.
+It needs no torch and outlives the workers. If it is killed, the next keeper finds the same files. A connection must
+show the job's token first (`door`, `wire`) and then sends one request after the other. The keeper neither executes nor
+unpickles the data that it stores.
 
-    list              the whole segments of this node, and free bytes
-    get NAME          a segment
-    put NAME          a copy, checked before it counts
-    free KEPT         delete the segments that are older than a save
-    sweep             delete what jobs that have ended have left, for want of room
-    meet, attach      the connection of an agent, see `rounds`
-    newcomers, demand, status, event, end
+    request           action of ``do_...``
+    list              send the complete segments of this node, and the free bytes
+    get NAME          send a segment
+    put NAME          store a copy; it counts once its HMAC has been checked
+    free KEPT         delete segments that are older than a save
+    sweep             delete the saves of ended jobs, because memory is short
+    meet, attach      serve an agent for as long as its connection lasts, see `rounds`
+    newcomers         send the agents that wait while a round runs
+    demand            set the smallest number of agents, and the memory limit
+    come              redirect agents that wait for a first round to another keeper
+    status, event     send the state of this keeper; record an event for that
+    end               end the keeper
 """
 
 from __future__ import annotations
@@ -57,9 +62,10 @@ from ds_hetero.elastic.segments import (
     read_header,
 )
 
-SILENCE_S = 6.0  # after which an agent that has said nothing counts as gone; it speaks every second
+SILENCE_S = 6.0  # after which a silent agent counts as lost; agents send a heartbeat every second
 _EVENTS_KEPT = 1000
-_SPARES_S = 5.0  # between two looks whether pages for small files can be set aside again
+_EVENTS_IN_STATUS = 50
+_SPARES_PERIOD_S = 5.0  # between two attempts to reserve pages for small files
 logger = logging.getLogger(__name__)
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_.-]{1,200}\.seg")
@@ -69,21 +75,23 @@ class Keeper:
     """State of the process; each connection has a thread of its own.
 
     Args:
-        memory_bytes: that copies and own segments may take; None for all that is free.
+        memory_bytes: limit of the memory of all segments on the node; None for all that is free.
     """
 
     def __init__(self, place: NodePlace, token: bytes, rules: RoundRules, memory_bytes: int | None = None) -> None:
-        self.place, self.token, self.memory_bytes = place, token, memory_bytes
+        self.place = place
+        self.token = token
+        self.memory_bytes = memory_bytes
         self.rounds = Rounds(replace(rules, searches=True))
         self.events: deque[Message] = deque(maxlen=_EVENTS_KEPT)
         self.has_ended = threading.Event()
         self._lock = threading.RLock()  # of the rounds
 
-        def ask_keeper(at: tuple[str, int], message: Message, timeout_s: float) -> Message:
-            return ask(at, token, message, timeout_s)
+        def ask_keeper(address: tuple[str, int], message: Message, timeout_s: float) -> Message:
+            return ask(address, token, message, timeout_s)
 
         self._split_brain = SplitBrainResolver(place, self.rounds, self._lock, ask_keeper)
-        self._files: dict[str, tuple[threading.Lock, SegmentFile]] = {}
+        self._files: dict[str, tuple[threading.Lock, SegmentFile]] = {}  # copies that were stored here, by name
 
     def serve(self, listener: socket.socket) -> None:
         """Accept connections until `has_ended`."""
@@ -94,30 +102,31 @@ class Keeper:
         while not self.has_ended.is_set():
             with self._lock:
                 self.rounds.tick(time.monotonic())
-            if time.monotonic() - stocked_s > _SPARES_S:
-                with contextlib.suppress(OSError):  # the folder is gone, and so is the node
+            if time.monotonic() - stocked_s > _SPARES_PERIOD_S:
+                with contextlib.suppress(OSError):  # the job's folder was deleted
                     self.place.stock_spares()
                 stocked_s = time.monotonic()
             try:
                 connected, _ = listener.accept()
             except TimeoutError:
                 continue
-            except OSError:  # no descriptor is left
+            except OSError:  # this process has no free file descriptor
                 self.has_ended.wait(0.1)
                 continue
             door.admit(connected)
 
     def _answer(self, wire: Wire) -> None:
+        """Answer the requests of one connection; runs in a thread of its own."""
         action: Callable[[Wire, Message], None] | None = None
         try:
-            while action != self.do_meet:  # which lasts as long as its connection
+            while action != self.do_meet:  # do_meet returns when the connection has ended
                 request = wire.receive()
                 action = getattr(self, f"do_{request.get('do')}", None)
                 if action is None:
                     raise WireError(f"there is no request {request.get('do')!r}")
                 action(wire, request)
         except TimeoutError:
-            pass  # the other side asks nothing more, or waits itself
+            pass  # the connection is idle; a client that still needs one connects again
         except (OSError, ValueError, KeyError, TypeError) as error:
             with contextlib.suppress(OSError):
                 wire.send({"error": str(error)})
@@ -127,24 +136,29 @@ class Keeper:
             wire.close()
 
     def do_list(self, wire: Wire, _: Message) -> None:
-        """Say which whole segments are here."""
+        """Send the headers of the complete segments, the free bytes, and the sizes of all segment files."""
         segments = [{"name": path.name, **asdict(header)} for path, header in self._segments()]
         wire.send({"segments": segments, "free_bytes": self.free_bytes(), "file_bytes": self._file_bytes()})
 
     def _file_bytes(self) -> dict[str, int]:
-        """Sizes of all segments' files, whole or not: what is written again takes their pages."""
+        """Sizes of all segment files, also of dirty ones: a save that reuses a file needs no new pages."""
         sizes = {}
         for path in self.place.folder.glob(f"*{SUFFIX}"):
-            with contextlib.suppress(OSError):  # freed meanwhile
+            with contextlib.suppress(OSError):  # another thread has just deleted it
                 sizes[path.name] = path.stat().st_size
         return sizes
 
     def _segments(self) -> list[tuple[Path, Header]]:
-        paths = sorted(self.place.folder.glob(f"*{SUFFIX}"))
-        return [(path, header) for path in paths if (header := read_header(path)) is not None]
+        """Return the complete segments of this node, with their headers."""
+        segments = []
+        for path in sorted(self.place.folder.glob(f"*{SUFFIX}")):
+            header = read_header(path)
+            if header is not None:
+                segments.append((path, header))
+        return segments
 
     def free_bytes(self) -> int:
-        """Bytes that further segments may take."""
+        """Return the bytes that new segments may take."""
         free = shutil.disk_usage(self.place.folder).free
         if self.memory_bytes is None:
             return free
@@ -155,7 +169,7 @@ class Keeper:
         path = self._path(request["name"])
         header = read_header(path)
         if header is None:
-            raise WireError(f"{path.name} is not whole")
+            raise WireError(f"{path.name} is not a complete segment")
         wire.send({"header": header.to_bytes().hex()})
         with (
             opened(path) as descriptor,
@@ -165,21 +179,24 @@ class Keeper:
             wire.send_content(content)
 
     def do_put(self, wire: Wire, request: Message) -> None:
-        """Take a copy: its size was said before, and it has the HMAC of its header, or it does not count."""
-        path, header = self._path(request["name"]), parse_header(bytes.fromhex(request["header"]))
+        """Store a copy of a segment. The header comes first; the copy counts if it has the header's HMAC."""
+        path = self._path(request["name"])
+        header = parse_header(bytes.fromhex(request["header"]))
         if header is None or header.job != self.place.job:
-            raise WireError("the header is not sound, or of another job")
+            raise WireError("the header is malformed, or of another job")
         lock, file = self._files.setdefault(path.name, (threading.Lock(), SegmentFile(path)))
         with lock:
-            have = path.stat().st_size if path.exists() else 0
-            if header.file_bytes - have > self.free_bytes():
+            file_bytes = path.stat().st_size if path.exists() else 0
+            if header.file_bytes - file_bytes > self.free_bytes():
                 raise WireError(self._no_room(header))
             if not path.exists():
-                file.close()
+                file.close()  # its mapping, if any, is that of a deleted file
             try:
                 content = file.begin(header.end_bytes)
             except OSError as error:
-                raise (WireError(self._no_room(header)) if is_full(error) else error) from None
+                if is_full(error):
+                    raise WireError(self._no_room(header)) from None
+                raise
             try:
                 wire.send({"ready": True})
                 wire.receive_into(content)
@@ -194,13 +211,17 @@ class Keeper:
         return f"{header.file_bytes:,} bytes do not fit into {self.free_bytes():,} that are free"
 
     def do_free(self, wire: Wire, request: Message) -> None:
-        """Delete the segments older than a save, but those that are written again; without a save, all."""
+        """Delete the segments that are older than a save; all if the request names no save.
+
+        Segments whose names begin with one of "in_use" stay, because the present world writes them again.
+        """
         kept = None if request.get("kept") is None else Save(**request["kept"])
         in_use = tuple(request.get("in_use", ()))
         for path in sorted(self.place.folder.glob(f"*{SUFFIX}")):
             header = read_header(path)
             is_old = kept is None or (header is not None and header.save < kept)
-            if is_old and not (in_use and path.name.startswith(in_use)):
+            is_in_use = bool(in_use) and path.name.startswith(in_use)
+            if is_old and not is_in_use:
                 lock, file = self._files.setdefault(path.name, (threading.Lock(), SegmentFile(path)))
                 with lock:
                     path.unlink(missing_ok=True)
@@ -208,17 +229,18 @@ class Keeper:
         wire.send({"freed": True})
 
     def do_sweep(self, wire: Wire, _: Message) -> None:
-        """Delete the saves of this user's jobs that have ended and could have gone on; say which."""
+        """Delete the saves of this user's ended jobs, although they could still be resumed; list what was deleted."""
         swept = sweep(self.place, with_saves=True)
-        wire.send({"swept": [f"job {one.job}, node {one.node}: {one.num_bytes:,} bytes" for one in swept]})
+        texts = [f"job {leftover.job}, node {leftover.node}: {leftover.num_bytes:,} bytes" for leftover in swept]
+        wire.send({"swept": texts})
 
     def do_newcomers(self, wire: Wire, _: Message) -> None:
-        """Say who waits to be let in, and which cards they have."""
+        """Send the agents that wait to join, and their cards."""
         with self._lock:
             wire.send({"newcomers": self.rounds.newcomers, "cards": self.rounds.newcomer_cards})
 
     def do_demand(self, wire: Wire, request: Message) -> None:
-        """Take what the job's section asks for: the least number of agents, and memory."""
+        """Apply settings of the job's section: the smallest number of agents, and the memory limit."""
         if request.get("least") is not None:
             with self._lock:
                 self.rounds.demand(int(request["least"]), time.monotonic())
@@ -227,15 +249,15 @@ class Keeper:
         wire.send({"taken": True})
 
     def do_event(self, wire: Wire, request: Message) -> None:
-        """Remember an event for `do_status`."""
+        """Record an event for `do_status`."""
         self.events.append(request["event"])
         wire.send({"noted": True})
 
     def do_status(self, wire: Wire, _: Message) -> None:
-        """Say everything that is known here."""
+        """Send the state of the rounds, the segments and the latest events."""
         with self._lock:
             rounds = self.rounds
-            known = {
+            status = {
                 "job": self.place.job,
                 "node": self.place.node,
                 "keeper": self.place.address(),
@@ -248,17 +270,18 @@ class Keeper:
                 "is_waited_for": rounds.is_waited_for,
             }
         segments = [{"name": path.name, **asdict(header)} for path, header in self._segments()]
-        wire.send({**known, "free_bytes": self.free_bytes(), "segments": segments, "events": list(self.events)[-50:]})
+        events = list(self.events)[-_EVENTS_IN_STATUS:]
+        wire.send({**status, "free_bytes": self.free_bytes(), "segments": segments, "events": events})
 
     def do_come(self, wire: Wire, request: Message) -> None:
-        """Send those who wait here for a first round to the keeper where the job runs."""
+        """Redirect agents that wait here for a first round to the keeper that serves the job's rounds."""
         with self._lock:
             if not self.rounds.number:
                 self.rounds.redirect(list(request["to"]))
         wire.send({"taken": True})
 
     def do_end(self, wire: Wire, _: Message) -> None:
-        """End the keeper; the segments stay unless they were freed."""
+        """End the keeper. Segments stay in memory."""
         wire.send({"ended": True})
         self.has_ended.set()
 
@@ -267,10 +290,12 @@ class Keeper:
         sending = threading.Lock()
 
         def tell(message: Message) -> None:
-            with sending, contextlib.suppress(OSError):  # its own thread notices
+            # An error means that the connection is lost; the `receive` below fails, too, and drops the agent.
+            with sending, contextlib.suppress(OSError):
                 wire.send(message)
 
-        agent, is_done = str(request["agent"]), False
+        agent = str(request["agent"])
+        is_done = False
         try:
             while request.get("do") != "leave":
                 self._take_from(agent, request, tell)
@@ -278,14 +303,15 @@ class Keeper:
                 request = wire.receive()
             is_done = bool(request.get("is_done"))
         except OSError:
-            return  # the agent is gone
+            return  # the connection is lost
         finally:
             with self._lock:
                 self.rounds.drop(agent, tell, time.monotonic(), is_done=is_done)
 
     def _take_from(self, agent: str, request: Message, tell: Tell) -> None:
-        """Let the state machine know what an agent says."""
-        kind, now_s = request.get("do"), time.monotonic()
+        """Pass an agent's message to the state machine."""
+        kind = request.get("do")
+        now_s = time.monotonic()
         with self._lock:
             if kind == "meet":
                 self.rounds.join(agent, request["info"], request["last"], request["round"], tell, now_s)
@@ -299,8 +325,9 @@ class Keeper:
     do_attach = do_meet
 
     def _path(self, name: object) -> Path:
+        """Return the path of a segment. Raises `WireError`: the name could lead to another file."""
         if not isinstance(name, str) or not _SEGMENT.fullmatch(name) or name.startswith("."):
-            raise WireError(f"{name!r} is no name of a segment")
+            raise WireError(f"{name!r} is not a valid name of a segment")
         return self.place.folder / name
 
 
@@ -313,16 +340,16 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--rules", default="{}")
     parser.add_argument("--memory-bytes", type=int)
-    parser.add_argument("--fresh", action="store_true", help="the node begins: small files are of a job that has ended")
+    parser.add_argument("--fresh", action="store_true", help="delete small files of an earlier job of this name")
     options = parser.parse_args()
     place = NodePlace.of(options.job, options.node)
     place.make()
     hold(place)
-    lock = open_file(place.folder / ".lock", os.O_RDWR | os.O_CREAT)  # held while the process lives
+    lock = open_file(place.folder / ".lock", os.O_RDWR | os.O_CREAT)  # never closed: locked until the process ends
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        sys.exit(f"a keeper of job {place.job} runs on node {place.node} already")
+        sys.exit(f"a keeper of job {place.job} already runs on node {place.node}")
     if options.fresh:
         place.clear()
     listener = socket.create_server((options.host, options.port), backlog=128)

@@ -1,4 +1,4 @@
-"""Requests to a keeper: ask it one thing, give it a copy of a segment, fetch a segment from it."""
+"""Requests to a keeper: a message and its answer, storing a copy of a segment, fetching a segment."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ REQUEST_TIMEOUT_S = 20.0
 
 
 class DamagedError(WireError):
-    """A segment came whole, and does not have the HMAC of its header."""
+    """A fetched segment is complete, but does not have the HMAC of its header."""
 
 
 def _expect(reply: Message, key: str) -> None:
+    """Raise the error in a reply, unless it has the expected key."""
     if key not in reply:
         raise WireError(str(reply.get("error", reply)))
 
 
 def ask(address: tuple[str, int], token: bytes, message: Message, timeout_s: float = REQUEST_TIMEOUT_S) -> Message:
-    """Ask a keeper one thing.
+    """Send a keeper one message over a connection of its own, and return the answer.
 
     Raises:
-        OSError: it cannot be reached, has another token, or refuses.
+        OSError: the keeper cannot be reached, has another token, or refuses.
     """
     wire = connect(*address, token, timeout_s)
     try:
@@ -35,10 +36,10 @@ def ask(address: tuple[str, int], token: bytes, message: Message, timeout_s: flo
 
 
 def put(wire: Wire, name: str, header: Header, content: memoryview) -> None:
-    """Give a keeper a copy of a segment, over a connection that can be used again.
+    """Store a copy of a segment at a keeper, over an open connection, which stays open.
 
     Raises:
-        OSError: the connection has ended, or the copy is refused.
+        OSError: the connection is lost, or the keeper refuses the copy.
     """
     wire.send({"do": "put", "name": name, "header": header.to_bytes().hex()})
     _expect(wire.receive(), "ready")
@@ -47,10 +48,11 @@ def put(wire: Wire, name: str, header: Header, content: memoryview) -> None:
 
 
 def fetch(address: tuple[str, int], token: bytes, name: str, file: SegmentFile) -> Header:
-    """Get a segment from a keeper; nobody else has it in hand before it was found to be right.
+    """Fetch a segment from a keeper into a file. The file stays dirty until the HMAC has been checked.
 
     Raises:
-        OSError: it cannot be reached, does not have it, or it came damaged.
+        DamagedError: the segment does not have the HMAC of its header.
+        OSError: the keeper cannot be reached, or does not have the segment.
     """
     wire = connect(*address, token, REQUEST_TIMEOUT_S)
     try:
@@ -59,12 +61,12 @@ def fetch(address: tuple[str, int], token: bytes, name: str, file: SegmentFile) 
         _expect(reply, "header")
         header = parse_header(bytes.fromhex(reply["header"]))
         if header is None:
-            raise WireError(f"{name} has no sound header")
+            raise WireError(f"{name} has a malformed header")
         content = file.begin(header.end_bytes)
         try:
             wire.receive_into(content)
             if not is_genuine(header, content, token):
-                raise DamagedError(f"{name} came damaged, or is not of this job")
+                raise DamagedError(f"{name} is damaged, or belongs to another job")
         finally:
             content.release()
         file.finish(header)

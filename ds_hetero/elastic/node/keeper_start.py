@@ -1,4 +1,4 @@
-"""Start of a node's keeper by the handler of an agent, and its end with that agent."""
+"""Start a node's keeper from the rendezvous handler of an agent, and end it with that agent."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ds_hetero.elastic.node.wire import connect
 from ds_hetero.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 3.0
+_START_TIMEOUT_S = 30.0  # chosen; a keeper imports no torch and starts within a second
 
 
 def is_served(place: NodePlace) -> bool:
-    """Whether the keeper of a node runs and has the token of the job."""
+    """Return True if the keeper of a node runs and has the job's token."""
     address = place.address()
     if address is None:
         return False
@@ -33,23 +34,24 @@ def start_keeper(
     """Start the keeper of a node, and wait until it listens.
 
     Raises:
-        ConfigError: it does not come up, such as where another process has the port.
+        ConfigError: the keeper does not start, such as when another process uses the port.
     """
     command = [sys.executable, "-m", "ds_hetero.elastic.node.keeper", "--job", place.job, "--node", place.node]
     command += ["--host", host, "--port", str(port), "--rules", rules, "--fresh"]
-    command += [] if memory_bytes is None else ["--memory-bytes", str(memory_bytes)]
+    if memory_bytes is not None:
+        command += ["--memory-bytes", str(memory_bytes)]
     process = subprocess.Popen(command, start_new_session=True)
-    end_s = time.monotonic() + 30
+    end_s = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < end_s and process.poll() is None:
         if place.address(of=process.pid) is not None:
             return process
         time.sleep(0.02)
     process.kill()
-    raise ConfigError(f"the keeper of node {place.node} did not come up on {host}:{port}; its message is above.")
+    raise ConfigError(f"the keeper of node {place.node} did not start on {host}:{port}; its message is above.")
 
 
 def end_keeper(keeper: subprocess.Popen[bytes], place: NodePlace, agent: str) -> None:
-    """End a node's keeper with the agent that started it, and free its memory if the job has ended well."""
+    """End a node's keeper with the agent that started it, and free the node's memory if the script has finished."""
     keeper.terminate()
     keeper.wait()
     if place.read(f"done-{agent}.json") is not None:
@@ -57,7 +59,7 @@ def end_keeper(keeper: subprocess.Popen[bytes], place: NodePlace, agent: str) ->
 
 
 def is_own(host: str) -> bool:
-    """Whether an address is of this machine."""
+    """Return True if an address belongs to this machine."""
     try:
         with socket.create_server((host, 0)):
             return True
@@ -66,7 +68,7 @@ def is_own(host: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address by which the first node sees this one."""
+    """Return the address of this machine from which it would send to ``host``; no packet is sent."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

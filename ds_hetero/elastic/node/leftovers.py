@@ -1,11 +1,11 @@
-"""Leftovers of this user's jobs in the shared memory of this machine, and which of them have ended.
+"""Leftovers of this user's ended jobs in the shared memory of this machine.
 
-    hold(place)                every process of a node: while one of them lives, the node has not ended
-    sweep(place)               delete what is of no use to anybody: nodes that have ended well or hold no save
-    sweep(place, with_saves)   delete also what the same command could go on from, where room is needed
+    hold(place)                called by every process of a node: the node counts as alive until all of them have ended
+    sweep(place)               delete ended nodes without a save, and those whose script has finished
+    sweep(place, with_saves)   delete also saves that the same command could resume from, because memory is short
 
-A lock tells the living from the dead: the kernel gives it back with the process, whatever ends it, also where process
-ids are used again or belong to another container.
+A shared lock shows that a node is alive. The kernel releases it when a process ends, whatever the reason. Process ids
+would not do: they are reused, and differ between containers.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from ds_hetero.elastic.node.place import NodePlace
 from ds_hetero.elastic.segments import SUFFIX, read_header
 from ds_hetero.errors import ConfigError
 
-_OWNER = ".owner"  # locked, shared, by every process of the node
-_held: dict[Path, int] = {}  # descriptors, which keep the lock while this process lives
+_OWNER = ".owner"  # every process of the node has a shared lock on this file
+_locks: dict[Path, int] = {}  # descriptors of the locks of this process, by folder; never closed
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """A node of a job that has ended."""
+    """Memory of a node whose processes have ended."""
 
     job: str
     node: str
     folder: Path
     num_bytes: int
     seconds: float  # since its newest file was written
-    has_saves: bool  # that the same command could go on from
+    has_saves: bool  # whether the same command could resume from it
 
 
 def hold(place: NodePlace) -> None:
-    """Show that the node lives, until this process ends. Raises `OSError`, `ConfigError`: its folder cannot be made."""
-    while place.folder not in _held:
+    """Lock the node as alive until this process ends. Raises `OSError`, `ConfigError`: its folder cannot be made."""
+    while place.folder not in _locks:
         place.make()
         try:
             descriptor = open_file(place.folder / _OWNER, os.O_RDWR | os.O_CREAT)
-        except FileNotFoundError:  # somebody has just swept it
+        except FileNotFoundError:  # another process has just swept the folder
             continue
-        fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for somebody who sweeps
-        if _is_there(descriptor, place.folder / _OWNER):
-            _held[place.folder] = descriptor
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits while another process sweeps the folder
+        if _is_at(descriptor, place.folder / _OWNER):
+            _locks[place.folder] = descriptor
         else:
             os.close(descriptor)
 
 
 def free_node(place: NodePlace) -> None:
-    """Delete the node's folder, which this process or another one still holds, and the job's, if it was the last."""
+    """Delete the folder of this live node; and the job's folder, if no other node is in it."""
     shutil.rmtree(place.folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         place.folder.parent.rmdir()
 
 
 def sweep(place: NodePlace, *, with_saves: bool = False) -> list[Leftover]:
-    """Delete what nodes that have ended have left; return what was deleted.
+    """Delete the memory of ended nodes; return what was deleted.
 
     Args:
-        place: of a node that lives; of its job no save is deleted.
-        with_saves: whether also what other jobs could go on from.
+        place: of a live node. Saves of its job are never deleted.
+        with_saves: delete also saves that other jobs could resume from.
     """
     swept = []
     for folder in _folders(place):
@@ -75,36 +75,37 @@ def sweep(place: NodePlace, *, with_saves: bool = False) -> list[Leftover]:
             if not has_ended:
                 continue
             leftover = _describe(folder)
-            if leftover.has_saves and not (with_saves and leftover.job != place.job):
+            may_delete_saves = with_saves and leftover.job != place.job
+            if leftover.has_saves and not may_delete_saves:
                 continue
             shutil.rmtree(folder, ignore_errors=True)
             swept.append(leftover)
-        with contextlib.suppress(OSError):  # other nodes of that job are there
+        with contextlib.suppress(OSError):  # the job's folder has other nodes
             folder.parent.rmdir()
     return swept
 
 
 def leftovers(place: NodePlace) -> list[Leftover]:
-    """Nodes of other jobs that have ended."""
-    found = []
+    """Return the ended nodes of other jobs."""
+    ended = []
     for folder in _folders(place):
         with _ended(folder) as has_ended:
             if has_ended and folder.parent.name != place.job:
-                found.append(_describe(folder))
-    return found
+                ended.append(_describe(folder))
+    return ended
 
 
 def _folders(place: NodePlace) -> list[Path]:
-    """Folders of all other nodes of this user."""
+    """Return the folders of all other nodes of this user: JOB/NODE."""
     return [folder for folder in sorted(place.folder.parents[1].glob("*/*")) if folder != place.folder]
 
 
 @contextlib.contextmanager
 def _ended(folder: Path) -> Iterator[bool]:
-    """Whether no process of a node lives; none begins while the context lasts."""
+    """Yield True if all processes of a node have ended; inside, no process can `hold` it."""
     try:
         descriptor = open_file(folder / _OWNER, os.O_RDWR)
-    except (OSError, ConfigError):  # of an earlier release, or not ours: it is left alone
+    except (OSError, ConfigError):  # of an earlier release, or of another user: leave it alone
         yield False
         return
     try:
@@ -117,8 +118,8 @@ def _ended(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _is_there(descriptor: int, path: Path) -> bool:
-    """Whether a file that was opened is still the one of that name."""
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return True if an open file still has this path: it may have been deleted and created again."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -126,15 +127,16 @@ def _is_there(descriptor: int, path: Path) -> bool:
 
 
 def _describe(folder: Path) -> Leftover:
-    facts = [path.stat() for path in folder.iterdir() if path.is_file()]
+    """Describe the folder of an ended node."""
+    file_stats = [path.stat() for path in folder.iterdir() if path.is_file()]
     has_saves = any(read_header(path) is not None for path in folder.glob(f"*{SUFFIX}"))
     has_ended_well = any(folder.glob("done-*.json"))
-    newest_s = max((one.st_mtime for one in facts), default=0.0)
+    newest_s = max((file.st_mtime for file in file_stats), default=0.0)
     return Leftover(
         job=folder.parent.name,
         node=folder.name,
         folder=folder,
-        num_bytes=sum(one.st_blocks * 512 for one in facts),
+        num_bytes=sum(file.st_blocks * 512 for file in file_stats),  # allocated pages; stat(2) counts blocks of 512
         seconds=time.time() - newest_s,
         has_saves=has_saves and not has_ended_well,
     )

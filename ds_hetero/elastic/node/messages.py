@@ -1,13 +1,21 @@
 """Messages between the agents of a job and the keeper that serves their rendezvous, as types of their JSON objects.
 
-agent -> keeper     {"do": "meet" | "attach", "agent", "info": AgentInfo, "last": LastWords, "round": RoundSeen}
-{"do": "store", "store": [host, port], "number"}      where the store of a round is
-{"do": "alive"}, {"do": "leave", "is_done"}
-keeper -> agent     {"round": RoundBegun}          it begins
-{"broken": reason}        end the workers and come to meet
-{"closed": reason}        the job has ended
-{"redirect": [host, port]}    meet at that keeper
-{"store", "number"}, {"alive": true}
+Agent to keeper:
+
+    {"do": "meet", "agent", "info": AgentInfo, "last": LastWords, "round": RoundSeen}    wait for a round
+    {"do": "attach", the same keys}                          the workers run; the former keeper is lost
+    {"do": "store", "store": [host, port], "number"}         address of the store of round ``number``
+    {"do": "alive"}                                          heartbeat
+    {"do": "leave", "is_done"}                               the agent ends
+
+Keeper to agent:
+
+    {"round": RoundBegun}                                    a round begins
+    {"store": [host, port], "number"}                        passed on from the agent of rank 0
+    {"broken": reason}                                       end the workers and come to meet
+    {"closed": reason}                                       the job has ended
+    {"redirect": [host, port]}                               meet at that keeper
+    {"alive": true}                                          answer to a heartbeat
 """
 
 from __future__ import annotations
@@ -24,27 +32,27 @@ Tell = Callable[[Message], None]
 
 
 class AgentInfo(TypedDict, total=False):
-    """What an agent says of itself."""
+    """Description of an agent."""
 
     node: str
-    address: str  # under which other nodes reach it
+    address: str  # at which other nodes reach it
     keeper: Address | None  # of its node
-    card: str | None  # what the driver calls its device
+    card: str | None  # the driver's name of its GPU
     terms: dict[str, object]  # equal on all agents: releases, the number of workers
 
 
 class LastWords(TypedDict, total=False):
-    """What ended the workers of an agent; without an error, they ended well or were killed."""
+    """Reason why the workers of an agent ended. Without an error, they finished or were killed."""
 
     error: str
     step: int  # the latest optimizer step, -1 before the first
-    is_refusal: bool  # trying again would not help
+    is_refusal: bool  # a restart would end with the same refusal
     is_of_peer: bool  # the error is that other workers have ended
     has_stepped: bool  # a worker has done an optimizer step in the round
 
 
 class _Membership(TypedDict):
-    number: int  # 0 for an agent that has been in no round
+    number: int  # 0 for an agent that was in no round yet
     members: list[str]  # agents, in order of ranks
 
 
@@ -55,7 +63,7 @@ class RoundSeen(_Membership, total=False):
 
 
 class RoundBegun(RoundSeen, total=False):
-    """A round that begins, as one member is told it."""
+    """A round that begins, as it is sent to one member."""
 
     infos: list[AgentInfo]  # of the members
     rank: int

@@ -1,4 +1,4 @@
-"""Processes of this machine: what state they are in, and child processes that end with their parent. Linux only."""
+"""States of processes of this machine, and processes that end with their parent. Linux only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from ds_hetero.elastic.node.place import AGENT_PID
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def end_with_agent() -> None:
-    """As `end_with_parent`, for a worker; at once where its agent was killed while the worker still imported."""
+    """Do `end_with_parent` for a worker; end at once if its agent was killed while the worker was still importing."""
     end_with_parent()
     agent = os.environ.get(AGENT_PID)
     if agent is not None and state_of(int(agent)) in "XZ":
@@ -23,7 +23,7 @@ def end_with_agent() -> None:
 
 
 def state_of(pid: int) -> str:
-    """The state of a process as the kernel writes it, such as T for stopped; X where there is none."""
+    """Return the state of a process by proc(5): T and t stopped, Z zombie, X not existing."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -31,14 +31,15 @@ def state_of(pid: int) -> str:
 
 
 def stopped_children(parent: int) -> list[int]:
-    """Process ids of the children of a process that are stopped."""
-    found = []
+    """Return the process ids of the stopped children of a process."""
+    children = []
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError):  # it has ended meanwhile
-            state, of = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            if int(of) == parent and state in "Tt":
-                found.append(int(entry.name))
-    return found
+        with contextlib.suppress(OSError, IndexError):  # the process has just ended
+            # "PID (COMMAND) STATE PPID ...", and the command may contain blanks and parentheses.
+            state, parent_of_entry = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(parent_of_entry) == parent and state in "Tt":
+                children.append(int(entry.name))
+    return children
 
 
 def end_with_parent() -> None:
@@ -46,5 +47,5 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # it ended before prctl, so no signal will come
             os._exit(1)

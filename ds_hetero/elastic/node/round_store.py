@@ -6,20 +6,18 @@ import os
 import socket
 from datetime import timedelta
 
-import psutil  # type: ignore[import-untyped]  # which DeepSpeed needs
+import psutil  # type: ignore[import-untyped]  # a dependency of DeepSpeed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-)
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 STORE_TIMEOUT = timedelta(seconds=30)
 
 
 def store_at(address: str) -> TCPStore:
-    """A new store that listens at an address of this machine and at no other, as torch's own does at all of them.
+    """Create a store that listens at one address only. A plain `TCPStore` listens at all addresses of the machine.
 
     Raises:
-        RendezvousClosedError: the address is not one of this machine.
+        RendezvousClosedError: the address does not belong to this machine.
     """
     try:
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
@@ -29,7 +27,7 @@ def store_at(address: str) -> TCPStore:
             f"the store of the job cannot listen at {address}: {error}. Give this node an address of its own "
             "(--listen; --local-addr under torchrun)."
         ) from error
-    with listener:  # the store takes a descriptor of its own, and closes it
+    with listener:  # the store gets a duplicate of the descriptor, and closes that itself
         return TCPStore(
             address,
             listener.getsockname()[1],
@@ -42,12 +40,13 @@ def store_at(address: str) -> TCPStore:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address; None where none has it, such as for 0.0.0.0."""
+    """Return the network interface with an address; None if there is none, as for 0.0.0.0."""
     try:
         numeric = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][4][0]
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == numeric for one in addresses):
+        # IPv6 addresses end with their scope: fe80::1%eth0.
+        if any(entry.address.partition("%")[0] == numeric for entry in addresses):
             return str(name)
     return None

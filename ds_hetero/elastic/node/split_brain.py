@@ -1,13 +1,13 @@
-"""Split brain: keepers of one job that serve rounds without one another find together.
+"""Resolve a split brain: two keepers of one job that serve rounds independently of each other.
 
-It happens when a link is cut, a stopped machine goes on, or a node comes back by the command that once began the job.
-Each keeper asks those of nodes that are missing. The one with the lower `Rounds.epoch` sends its agents to the other;
-no step is lost by it that was committed, as both sides trained on the same batches.
+It happens when a link is cut, a stopped machine continues, or a node is restarted with the command that began the job.
+Each keeper asks the keepers of missing nodes for their status. The one with the lower `Rounds.epoch` sends its agents
+to the other. No committed step is lost, because both sides trained on the same batches.
 
-    here                          another keeper answers                   done
-    any round                     a later epoch                            agents end their workers and go there
-    a round runs                  agents wait there for a first round      that keeper is told to send them here
-    a round that lacks members    nobody has a later epoch                 the round may begin without them
+    this keeper                   answer of another keeper                 action
+    has any round                 it has a later epoch                     agents end their workers and go to it
+    has a running round           agents wait there for a first round      tell it to send them here
+    has a round without members   no keeper has a later epoch              the round may begin without them
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from ds_hetero.elastic.node.wire import Message
 
 _PROBE_TIMEOUT_S = 1.0
 _PROBE_PERIOD_S = 0.1
-_PERIODS_FORMING = 10  # between two probes that no round waits for: once a second
-_PERIODS_RUNNING = 50  # likewise while a round runs: every five seconds
+# Probe periods between two probes, unless a round waits for a probe; chosen, never measured.
+_PERIODS_FORMING = 10  # one second
+_PERIODS_RUNNING = 50  # five seconds
 _MAX_PROBES_AT_ONCE = 32
 
 HostPort = tuple[str, int]
@@ -35,7 +36,7 @@ Ask = Callable[[HostPort, Message, float], Message]
 
 
 class Epoch(NamedTuple):
-    """How far the rounds of a keeper are; the larger one of two goes on."""
+    """Progress of a keeper's rounds. Of two keepers, the one with the larger epoch goes on."""
 
     number: int
     is_running: bool
@@ -44,7 +45,7 @@ class Epoch(NamedTuple):
 
     @classmethod
     def of_status(cls, status: Message) -> Epoch:
-        """The epoch of another keeper, by what it answers."""
+        """Return the epoch in a keeper's answer to "status"."""
         return cls(status["round"], not status["is_broken"], status["num_here"], str(tuple(status["keeper"])))
 
 
@@ -53,14 +54,14 @@ class SplitBrainResolver:
 
     Args:
         lock: of the rounds.
-        ask: asks a keeper, with a timeout in seconds.
+        ask: sends a request to a keeper, with a timeout in seconds.
     """
 
     def __init__(self, place: NodePlace, rounds: Rounds, lock: AbstractContextManager[object], ask: Ask) -> None:
         self._place, self._rounds, self._lock, self._ask = place, rounds, lock, ask
 
     def run(self, has_ended: threading.Event) -> None:
-        """Probe for as long as the keeper lives: at once where a round has to wait for it."""
+        """Probe until ``has_ended``; at once if a round waits for the result."""
         count = 0
         while not has_ended.wait(_PROBE_PERIOD_S):
             count += 1
@@ -71,7 +72,7 @@ class SplitBrainResolver:
                 self.probe()
 
     def probe(self) -> None:
-        """Ask once, and act on the answers."""
+        """Ask the other keepers once, and act on their answers."""
         with self._lock:
             keepers = self._other_keepers()
         with ThreadPoolExecutor(min(_MAX_PROBES_AT_ONCE, len(keepers)) or 1) as pool:
@@ -79,29 +80,36 @@ class SplitBrainResolver:
         statuses = [(keeper, status) for keeper, status in zip(keepers, answers, strict=True) if status]
         with self._lock:
             epoch = Epoch(*self._rounds.epoch, str(self._place.address()))
-            latest = max(((Epoch.of_status(status), keeper) for keeper, status in statuses), default=None)
-            if latest is not None and latest[0] > epoch:
-                self._send_agents_to(latest[1])
-                return
+            epochs = [(Epoch.of_status(status), keeper) for keeper, status in statuses]
+            if epochs:
+                latest_epoch, latest_keeper = max(epochs)
+                if latest_epoch > epoch:
+                    self._send_agents_to(latest_keeper)
+                    return
             self._rounds.note_search()
-        if epoch.is_running:
-            for keeper, status in statuses:
-                if status["is_waited_for"] and not status["round"]:
-                    with contextlib.suppress(OSError):
-                        self._ask(keeper, {"do": "come", "to": self._place.address()}, _PROBE_TIMEOUT_S)
+        if not epoch.is_running:
+            return
+        for keeper, status in statuses:
+            waits_for_first_round = status["is_waited_for"] and not status["round"]
+            if waits_for_first_round:
+                with contextlib.suppress(OSError):
+                    self._ask(keeper, {"do": "come", "to": self._place.address()}, _PROBE_TIMEOUT_S)
 
     def _other_keepers(self) -> list[HostPort]:
-        """Keepers that may serve other rounds of the job."""
+        """Return the addresses of keepers that may serve other rounds of the job."""
         keepers: list[HostPort] = []
         if self._rounds.number:
             keepers = [(str(host), int(str(port))) for host, port in self._rounds.absent_keepers.values()]
-        elif self._rounds.is_waited_for:  # newcomers have come to a keeper whose own agents meet at another one
-            files = [self._place.read(path.name) for path in self._place.folder.glob("meeting-*.json")]
-            keepers = [(at["host"], at["port"]) for at in files if at is not None]
+        elif self._rounds.is_waited_for:
+            # Newcomers wait at this keeper, while the agents of its node may be in a round of another keeper.
+            for path in self._place.folder.glob("meeting-*.json"):
+                address = self._place.read(path.name)
+                if address is not None:
+                    keepers.append((address["host"], address["port"]))
         return [keeper for keeper in dict.fromkeys(keepers) if keeper != self._place.address()]
 
     def _status_of(self, keeper: HostPort) -> Message | None:
-        """What a keeper says; None where it cannot be reached, or its job has ended."""
+        """Return a keeper's status; None if it cannot be reached, or its job has ended."""
         try:
             status = self._ask(keeper, {"do": "status"}, _PROBE_TIMEOUT_S)
         except OSError:
@@ -109,6 +117,7 @@ class SplitBrainResolver:
         return None if status["closed"] or not status["keeper"] else status
 
     def _send_agents_to(self, keeper: HostPort) -> None:
+        """Break the round if it runs, and redirect the waiting agents. Others follow at the next probe."""
         if not self._rounds.is_broken:
             self._rounds.break_for_redirect(f"the job goes on at {keeper[0]}:{keeper[1]}", time.monotonic())
         self._rounds.redirect(list(keeper))

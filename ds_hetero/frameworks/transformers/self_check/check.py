@@ -4,7 +4,7 @@ Both runs go through the user's model, forward and backward: "whole", as one pro
 will run it. A difference beyond rounding is refused on every rank, with the name of the first module that differs.
 Rules by model type cannot cover every model; this comparison finds a difference without knowing its reason.
 
-Which batches are checked: the first one, every later one with new `features_of`, and one every so many steps, see
+The first batch is checked, every later one with new `features_of`, and one every so many steps, see
 `ComparisonPace`.
 
     the runs are equal in evaluation mode    compare in training mode, then look at labels after left padding

@@ -4,7 +4,7 @@
     noise of a module   = largest such error of an unsharded run whose embeddings were changed by one unit of rounding
     allowed             = FACTOR * noise + FLOOR * eps of the model's dtype + FLOOR_OF_ORDER * eps of fp32
 
-Example, an output in bf16 (eps 0.0078) with noise 0.01: allowed is 8 * 0.01 + 2 * 0.0078 = 0.096.
+For example, an output in bf16 (eps 0.0078) with noise 0.01 may differ by 8 * 0.01 + 2 * 0.0078 = 0.096.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Gradients of parameters in the self-check, compared by a random projection of each.
 
-Why: outputs of modules, and the gradients at them, show a fault only if it changes a token. A layer that mixes tokens
+Outputs of modules, and the gradients at them, show a fault only if it changes a token. A layer that mixes tokens
 and starts at zero (Canon layers' convolution over neighbours, the zero convolution of adapters) changes no token at
 first: all outputs and their gradients are right, and only its own gradient is wrong.
 
-How: in each module, a second leaf with the storage of the parameter takes the parameter's place during a run. Gradient
+In each module, a second leaf with the storage of the parameter takes the parameter's place during a run. Gradient
 hooks of ZeRO and of scripts belong to the parameter, so none of them fires. With ZeRO-3 the leaf stands there only
 while the module runs, between gather and release, and it keeps the gathered values alive until the backward ends.
 """

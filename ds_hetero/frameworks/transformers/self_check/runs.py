@@ -97,7 +97,7 @@ class Runs:
 
     def _sharded(self, shake: Callable[[Tensor], Tensor] | None) -> RecordedRun:
         inputs = dict(self._shard) | self._options
-        # The loss functions of transformers take `shift_labels`, but a model passes them on only if it gets `labels`.
+        # The loss functions of transformers take ``shift_labels``, but a model calls them only if it gets ``labels``.
         model_computes_loss = not self._model.shifts_labels_itself and not self._model.own_loss
         if "shift_labels" in inputs and model_computes_loss:
             inputs["labels"] = inputs["shift_labels"]

@@ -27,7 +27,7 @@ from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.frameworks.transformers.stages.stored_weights import StoredWeights
 from ds_hetero.gradient_sync.shards import held_box
 
-# transformers' `initialization` functions skip a tensor that has this attribute.
+# The functions of transformers.initialization skip a tensor that has this attribute.
 _SKIPS_INIT = "_is_hf_initialized"
 _FOLDER_OF: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
 
