@@ -1,15 +1,24 @@
-"""Where the processes of an elastic job on one node find each other: environment variables and small files.
+"""Environment variables and small files by which the processes of an elastic job on one node find each other.
 
-DS_HETERO_ELASTIC_JOB      name of the job
-DS_HETERO_ELASTIC_NODE     name of the node; the host's, if it is not set
-DS_HETERO_ELASTIC_AGENT    name of the agent, given to its workers
-DS_HETERO_ELASTIC_AGENT_PID    its process id, given to its workers
-DS_HETERO_ELASTIC_CARD     what the driver calls the agent's card
-DS_HETERO_ELASTIC_ROUND    number of the round, given to workers
-DS_HETERO_ELASTIC_TOKEN    secret of the job; else the user's, in the cache folder
-DS_HETERO_ELASTIC_SHM      folder of the shared memory; /dev/shm, if it is not set
+    DS_HETERO_ELASTIC_JOB          name of the job
+    DS_HETERO_ELASTIC_NODE         name of the node; default: the host's
+    DS_HETERO_ELASTIC_AGENT        name of the agent, set for its workers
+    DS_HETERO_ELASTIC_AGENT_PID    process id of the agent, set for its workers
+    DS_HETERO_ELASTIC_CARD         the driver's name of the agent's GPU
+    DS_HETERO_ELASTIC_ROUND        number of the round, set for workers
+    DS_HETERO_ELASTIC_TOKEN        secret of the job; default: a secret in the user's cache folder
+    DS_HETERO_ELASTIC_SHM          folder of the shared memory; default: /dev/shm
 
-Shared memory is where every user of the machine can make files: see `ds_hetero.common.private_files`.
+    file of a node                written by    content
+    keeper.json                   keeper        its address and process id
+    meeting-AGENT.json            agent         address of the keeper that serves its rendezvous
+    beat-WORKER.json              worker        heartbeat
+    end-WORKER.json               worker        reason of its end
+    broken-ROUND.json             agent         the round is over
+    done-AGENT.json               worker        the script has finished
+    own-*, from-*, got-*.seg      worker, keeper, worker    segments of this node, copies of other nodes, fetched parts
+
+Every user of the machine can create files in shared memory: see `ds_hetero.common.private_files`.
 """
 
 from __future__ import annotations
@@ -40,32 +49,32 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 _SPARE_BYTES = 4096  # a page of shared memory
-_NUM_SPARES = 8
+_NUM_SPARES = 8  # chosen, never measured
 _SMALL_FILES = (
     *("beat-*.json", "end-*.json", "broken-*.json", "done-*.json", "meeting-*.json"),
-    *(".got-*", ".*.json.*.*", "warm.sock*"),  # locks, drafts of writers that were killed, sockets
+    *(".got-*", ".*.json.*.*", "warm.sock*"),  # locks, drafts of processes that were killed, sockets
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """A node of a job.
+    """A node of a job, and its folder in shared memory.
 
-    Small files are written when the shared memory is full as well: a job then still says what it does. Pages for them
-    are set aside (`stock_spares`).
+    Small files can be written even when the shared memory is full, so that such a job still reports its state: each
+    takes one of the pages that `stock_spares` has reserved.
     """
 
     job: str
     node: str
-    folder: Path  # of its segments and small files, in shared memory
-    root: Path | None = None  # in which others have folders, too; the folder above ``folder``, if left out
+    folder: Path  # of its segments and small files
+    root: Path | None = None  # shared memory, which other users write to, too; None: the parent of ``folder``
 
     @staticmethod
     def of_environment(variables: Mapping[str, str] | None = None) -> NodePlace | None:
-        """The node of this process; None in a job that is not elastic.
+        """Return the node of this process; None in a job that is not elastic.
 
         Raises:
-            ConfigError: a name has characters that a file's must not have.
+            ConfigError: a name has characters that are not allowed in file names.
         """
         variables = os.environ if variables is None else variables
         job = variables.get(JOB)
@@ -75,12 +84,13 @@ class NodePlace:
 
     @staticmethod
     def of(job: str, node: str, variables: Mapping[str, str] | None = None) -> NodePlace:
-        """The node of a name; see `of_environment`."""
+        """Return the node with a name; see `of_environment`."""
         variables = os.environ if variables is None else variables
-        for what, name in (("job", job), ("node", node)):
+        for kind, name in (("job", job), ("node", node)):
             if not _NAME.fullmatch(name):
                 raise ConfigError(
-                    f"{name!r} cannot be the name of a {what}: letters, digits, '_', '.' and '-', at most 64."
+                    f"{name!r} cannot be the name of a {kind}: use at most 64 letters, digits, '_', '.' and '-', the "
+                    "first a letter or a digit."
                 )
         root = Path(variables.get(SHM, "/dev/shm"))
         place = NodePlace(job=job, node=node, folder=root / f"ds_hetero-{os.geteuid()}" / job / node, root=root)
@@ -96,26 +106,26 @@ class NodePlace:
         return self.folder.relative_to(self._root).parts
 
     def make(self) -> None:
-        """Make the folder, which nobody else may read.
+        """Create the folder, which no other user may read.
 
         Raises:
-            ConfigError: somebody else has made it, or a folder above it.
-            OSError: it cannot be made.
+            ConfigError: another user has created it, or a folder above it.
+            OSError: it cannot be created.
         """
         make_own_folders(self._root, *self._parts)
         self.stock_spares()
 
     def clear(self) -> None:
-        """Delete the small files of a job of this name that has ended; its segments stay, and what is set aside."""
+        """Delete the small files of an earlier job of this name; segments and reserved pages stay."""
         for pattern in _SMALL_FILES:
             for path in self.folder.glob(pattern):
                 path.unlink(missing_ok=True)
 
     def address(self, of: int | None = None) -> tuple[str, int] | None:
-        """Where the node's keeper listens; None where none has ever run.
+        """Return the address of the node's keeper; None if no keeper has run here.
 
         Args:
-            of: process id of the keeper; of others there is none.
+            of: process id of a keeper; None is returned if the address is another keeper's.
         """
         content = self.read("keeper.json")
         if content is None or of not in (None, content.get("pid")):
@@ -123,7 +133,7 @@ class NodePlace:
         return content["host"], content["port"]
 
     def read(self, name: str) -> Message | None:
-        """A small file; None where there is none that is whole. Raises `ConfigError`: it is not this user's alone."""
+        """Read a small file; None if it is missing or incomplete. Raises `ConfigError`: others can write to it."""
         try:
             return parse_message(read_text(self.folder / name).encode())
         except (OSError, UnicodeError):
@@ -133,7 +143,7 @@ class NodePlace:
         """Replace a small file; a reader gets the old or the new content.
 
         Raises:
-            OSError: it cannot be written; also where no page of shared memory is left, nor one that was set aside.
+            OSError: it cannot be written, such as when no page of shared memory is left, not even a reserved one.
         """
         text = json.dumps(content).encode()
         draft = self.folder / f".{name}.{os.getpid()}.{secrets.token_hex(4)}"
@@ -147,7 +157,7 @@ class NodePlace:
         os.replace(draft, self.folder / name)
 
     def stock_spares(self) -> None:
-        """Set pages aside for small files, as far as there is room."""
+        """Reserve pages for small files, as many as the shared memory has room for."""
         for number in range(_NUM_SPARES):
             path = self.folder / f".spare-{number}"
             if path.exists():
@@ -159,13 +169,17 @@ class NodePlace:
                 return
 
     def _write_spare(self, draft: Path, name: str, text: bytes) -> None:
-        """Write a draft into a page that was set aside; the page of the file that it will replace takes its place."""
+        """Write a draft into a reserved page. The page of the file that it replaces becomes the next reserve.
+
+        Example: ``.spare-3`` is renamed to the draft and written; the present ``beat-w.json`` gets a second name
+        ``.spare-3``; then `write` renames the draft to ``beat-w.json``. The number of pages stays the same.
+        """
         if len(text) > _SPARE_BYTES:
             raise OSError(errno.ENOSPC, f"no room for {len(text):,} bytes in shared memory, which is full", str(draft))
         for spare in sorted(self.folder.glob(".spare-*")):
             try:
                 os.rename(spare, draft)
-            except FileNotFoundError:  # another process was faster
+            except FileNotFoundError:  # another process has just taken it
                 continue
             descriptor = open_file(draft, os.O_WRONLY)
             try:
@@ -173,21 +187,21 @@ class NodePlace:
                 os.ftruncate(descriptor, len(text))
             finally:
                 os.close(descriptor)
-            with contextlib.suppress(OSError):  # there is none yet
+            with contextlib.suppress(OSError):  # there is no file to replace yet
                 os.link(self.folder / name, spare)
             return
         raise OSError(errno.ENOSPC, "no page is left in shared memory, which is full", str(self.folder))
 
     def show_life(self, worker: str, pid: int, round_number: int, *, has_stepped: bool) -> None:
-        """Write the sign of life of a worker, at which its agent looks.
+        """Write the heartbeat of a worker, which its agent reads.
 
         Args:
-            has_stepped: it has done an optimizer step in this round.
+            has_stepped: whether the worker has done an optimizer step in this round.
         """
         self.write(f"beat-{worker}.json", {"pid": pid, "round": round_number, "has_stepped": has_stepped})
 
     def remove(self, name: str) -> None:
-        """Delete a small file if it is there."""
+        """Delete a small file if it exists."""
         (self.folder / name).unlink(missing_ok=True)
 
 
@@ -195,7 +209,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether an error says that there is no room."""
+    """Return True if an error says that the file system or the quota is full."""
     return error.errno in _NO_ROOM
 
 
@@ -205,23 +219,25 @@ def _write_new(path: Path, text: bytes) -> None:
 
 
 def token_of(job: str, variables: Mapping[str, str] | None = None) -> bytes:
-    """The token of a job: from the secret that is set, or the one that this user's cache folder keeps.
+    """Return the token of a job, derived from the secret in the environment or in this user's cache folder.
 
     Nodes that do not share a home folder need the variable.
 
     Raises:
-        ConfigError: the secret is too short, or cannot be kept.
+        ConfigError: the secret is too short, or cannot be stored.
     """
     variables = os.environ if variables is None else variables
     secret = variables.get(TOKEN)
     if secret is None:
-        secret = _kept_secret(Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds_hetero")
+        cache = Path(variables.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        secret = _stored_secret(cache / "ds_hetero")
     if len(secret) < 16:
         raise ConfigError(f"{TOKEN} must have 16 characters or more; it has {len(secret)}.")
     return hmac.new(secret.encode(), job.encode(), hashlib.sha256).digest()
 
 
-def _kept_secret(folder: Path) -> str:
+def _stored_secret(folder: Path) -> str:
+    """Return the user's secret; the first process draws it. Raises `ConfigError`: it cannot be stored or read."""
     path = folder / "elastic-token"
     remedy = f"Or set {TOKEN} to the same secret of 16 characters or more on all nodes."
     try:
@@ -229,11 +245,11 @@ def _kept_secret(folder: Path) -> str:
         if not path.exists():
             draft = folder / f".elastic-token.{secrets.token_hex(8)}"
             _write_new(draft, secrets.token_hex(32).encode())
-            with contextlib.suppress(FileExistsError):  # another process was first, and its secret counts
+            with contextlib.suppress(FileExistsError):  # another process was first: use its secret
                 os.link(draft, path)
             draft.unlink()
         return read_text(path, is_secret=True)
     except ConfigError as error:
         raise ConfigError(f"{error} {remedy}") from error
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"no token for the job can be kept in {folder}: {error}. {remedy}") from error
+        raise ConfigError(f"no token for the job can be stored in {folder}: {error}. {remedy}") from error

@@ -1,12 +1,12 @@
 """Rendezvous of torchrun's agents at a keeper: ``--rdzv-backend ds_hetero``, an entry point of ``torchrun.handlers``.
 
-An agent keeps one connection to the keeper that serves the rendezvous (`rounds`). It is told when the round is broken,
-and its ``num_nodes_waiting`` says so to torchrun, which ends the workers and meets again. If that keeper is gone, or
-silent as one behind a cut link, the agents go to the keeper of the next member of their round, while their workers go
-on.
+An agent keeps one connection to the keeper that serves the rendezvous (`rounds`). The keeper sends a message when the
+round is broken; then ``num_nodes_waiting`` returns 1, and torchrun ends the workers and calls ``next_rendezvous``. If
+the keeper dies, or is silent as behind a cut link, the agents connect to the keeper of another member of their round,
+and their workers go on.
 
-Every round has a store of its own, kept by the agent of rank 0, and an address of its own for the workers: nothing of a
-round before is read again (torchrun's default reads the addresses of the dead, pytorch issue 135712).
+Every round has a store and an address for the workers of its own, made by the agent of rank 0, so no data of an earlier
+round is read. (torchrun's default rendezvous reads addresses of dead ranks, pytorch issue 135712.)
 """
 
 from __future__ import annotations
@@ -53,40 +53,51 @@ from ds_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-AGENT_BACKEND = "ds_hetero_agent"  # of our own agents, which need no entry point
+AGENT_BACKEND = "ds_hetero_agent"  # the backend that `agent` registers, whether or not entry points are installed
 ENDED_WELL = "the job has ended well"
 PRIVATE_NAMES = (
-    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._assign_worker_ranks",  # its environment variable
-    "threading:_shutdown",  # the next two: how a forked worker ends, see `warm`
+    # Reads TORCH_ELASTIC_WORKER_IDENTICAL, without which agents exchange their numbers of workers through the store.
+    "torch.distributed.elastic.agent.server.api:SimpleElasticAgent._assign_worker_ranks",
+    # Called at the end of a forked worker, see `warm`.
+    "threading:_shutdown",
     "atexit:_run_exitfuncs",
 )
 """Private names that this room builds on; checked in the tests."""
 
-_NEXT_KEEPER_S = 3.0  # with a keeper that cannot be reached, before the next one is tried
-_GIVE_UP_S = 120.0
-_ALIVE_S = 1.0
+# Times are chosen, never measured.
+_NEXT_KEEPER_S = 3.0  # how long a keeper that cannot be reached is tried before the next one
+_GIVE_UP_S = 120.0  # how long keepers are tried before the agent ends
+_HEARTBEAT_S = 1.0
+_RETRY_PERIOD_S = 0.1
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_BUSY_TIMES = 10  # a worker that loads, compiles or gets no share of its machine may say nothing for so much longer
+# A worker that is not stopped may be silent for this many times longer: it may load, compile, or get no CPU time.
+_BUSY_FACTOR = 10
 
 
 class KeeperRendezvous(RendezvousHandler):
     """The handler of one agent.
 
-        state      _is_meeting  _broken  _closed    what torchrun does
+        state      _is_meeting  _broken  _closed    torchrun
         meeting    True         None     None       waits in `next_rendezvous` for the round
         running    False        None     None       runs the workers
-        broken     False        a reason None       is told by `num_nodes_waiting`, ends the workers, meets
-        closed     any          any      a reason   ends: `next_rendezvous` raises
+        broken     False        a reason None       sees `num_nodes_waiting` = 1, ends the workers, meets
+        closed     any          any      a reason   ends, because `next_rendezvous` raises
 
-    A message "round" leads from meeting to running, "broken" from running to broken, "closed" from any to closed; a
-    lost connection, or "redirect", leads to another keeper and leaves the state as it is.
+        event                                 transition
+        message "round"                       meeting -> running
+        message "broken"                      running -> broken
+        torchrun calls `next_rendezvous`      broken -> meeting; running -> meeting if the workers have ended
+        message "closed", or no keeper        any -> closed
+        lost connection, "redirect"           none: connect to another keeper, and send "meet" or "attach"
+
+    Two threads use the state under ``_news``: torchrun's, and `_listen`. `_send_heartbeats` only sends.
 
     Args:
-        agent: name of this agent, the same over its life.
+        agent: name of this agent, which never changes.
         endpoint: of the keeper that serves the rendezvous at first.
-        address: under which other nodes reach this one.
-        terms: what all agents must share.
-        backend: name under which it was asked for.
+        address: at which other nodes reach this one.
+        terms: properties that all agents must have in common.
+        backend: name under which torchrun has asked for the handler.
     """
 
     def __init__(
@@ -95,59 +106,59 @@ class KeeperRendezvous(RendezvousHandler):
         self._backend = backend
         self._place, self._agent, self._address, self._terms = place, agent, address, terms
         self._token = token_of(place.job)
-        # One that was killed goes where it was: the rendezvous may have left the keeper that it was begun at.
-        at = place.read(f"meeting-{agent}.json")
-        last = [] if at is None else [(str(at["host"]), int(at["port"]))]
-        self._endpoints = list(dict.fromkeys([*last, endpoint]))
-        self._at = endpoint  # of the present connection
+        # An agent that was killed goes to its last keeper first: the rendezvous may have moved away from ``endpoint``.
+        latest = place.read(f"meeting-{agent}.json")
+        latest_endpoints = [] if latest is None else [(str(latest["host"]), int(latest["port"]))]
+        self._endpoints = list(dict.fromkeys([*latest_endpoints, endpoint]))  # in the order in which they are tried
+        self._connected_to = endpoint
         self._wire: Wire | None = None
         self._is_connected = False
         self._news = threading.Condition()
         self._round: Message = {"number": 0, "members": []}
-        self._store_at: tuple[str, int] | None = None  # of the present round
+        self._store_address: tuple[str, int] | None = None  # of the present round
         self._broken: str | None = None
         self._closed: str | None = None
         self._is_meeting = False
-        self._began_s = time.monotonic()  # the present round
-        self._last: Message = {}
+        self._round_began_s = time.monotonic()
+        self._last: Message = {}  # `LastWords` to send with the next "meet"
         self._has_left = threading.Event()
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """The name under which torchrun finds it."""
+        """Return the name under which torchrun has asked for the handler."""
         return self._backend
 
     @property
     def use_agent_store(self) -> bool:
-        """Yes: the store of the round is new, and workers find nothing of ranks before in it."""
+        """True: workers use the store of the round, which is new and has no keys of earlier ranks."""
         return True
 
     def get_run_id(self) -> str:
-        """The name of the job."""
+        """Return the name of the job."""
         return self._place.job
 
     def is_closed(self) -> bool:
-        """Whether the job has ended."""
+        """Return True if the job has ended."""
         return self._closed is not None
 
     def set_closed(self) -> None:
-        """Nothing: an agent that ends leaves, and never ends the job of the others."""
+        """Do nothing: torchrun calls it when an agent ends, but the other agents shall go on."""
 
     def num_nodes_waiting(self) -> int:
-        """1 if the round is broken, which makes torchrun end its workers and call `next_rendezvous`."""
+        """Return 1 if the round is broken; torchrun then ends its workers and calls `next_rendezvous`."""
         if self._broken is None and self._closed is None:
             return 0
         try:
             self._place.write(f"broken-{self._round['number']}.json", {"reason": self._broken or self._closed})
         except OSError as error:
-            logger.warning("workers are not told that the round is over, and torchrun has to kill them: %s", error)
+            logger.warning("torchrun has to kill the workers: the file that ends them cannot be written: %s", error)
         return 1
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet; again if somebody is lost before the store of the round is reached.
+        """Wait for the next round; once more if a member is lost before the round's store is reached.
 
         Raises:
-            RendezvousClosedError: the job has ended, with its reason.
+            RendezvousClosedError: the job has ended; the message is the reason.
         """
         self._last = self._last_words()
         while True:
@@ -156,41 +167,40 @@ class KeeperRendezvous(RendezvousHandler):
             try:
                 return self._information(round_)
             except (DistError, OSError) as error:
-                logger.warning("somebody was lost amid the meeting, meeting again: %s", error)
+                logger.warning("a member was lost during the rendezvous, which is repeated: %s", error)
 
     def _meet(self) -> Message:
-        before = self._round["number"]
+        """Come to meet, and wait until a round begins. Raises `RendezvousClosedError`: the job has ended."""
+        previous_number = self._round["number"]
         with self._news:
-            self._is_meeting, self._broken, self._store_at = True, None, None
-            self._say_or_lose(self._hello("meet"))
+            self._is_meeting = True
+            self._broken = None
+            self._store_address = None
+            self._send_if_connected(self._hello("meet"))
         if not self._is_connected:
             self._is_connected = True
             self._connect()
             threading.Thread(target=self._listen, daemon=True).start()
-            threading.Thread(target=self._say_alive, daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, daemon=True).start()
         with self._news:
             while self._is_meeting and self._closed is None:
                 self._news.wait()
             if self._closed is not None:
                 raise RendezvousClosedError(self._closed)
-            assert self._round["number"] > before
+            assert self._round["number"] > previous_number
             return self._round
 
     def _information(self, round_: Message) -> RendezvousInfo:
-        """Make or reach the store of the round."""
-        rank, size = round_["rank"], len(round_["members"])
+        """Create the round's store, or connect to it; set the environment of the workers."""
+        rank = round_["rank"]
+        world_size = len(round_["members"])
         if rank == 0:
             self._store = store_at(self._address)
-            at = (self._address, self._store.port)
-            self._say_or_lose({"do": "store", "store": at, "number": round_["number"]})
+            store_address = (self._address, self._store.port)
+            self._send_if_connected({"do": "store", "store": store_address, "number": round_["number"]})
         else:
-            with self._news:
-                while self._store_at is None and self._broken is None and self._closed is None:
-                    self._news.wait()
-                if self._store_at is None:
-                    raise WireError(self._broken or self._closed or "no store")
-                at = self._store_at
-            self._store = TCPStore(at[0], at[1], is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
+            store_address = self._wait_for_store_address()
+            self._store = TCPStore(*store_address, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
         os.environ.update(
             {
                 place_of.JOB: self._place.job,
@@ -198,17 +208,28 @@ class KeeperRendezvous(RendezvousHandler):
                 place_of.AGENT: self._agent,
                 place_of.AGENT_PID: str(os.getpid()),
                 place_of.ROUND: str(round_["number"]),
-                "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # as the terms demand
+                # All agents have the same number of workers, see `_terms`.
+                "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
             }
         )
         interface = interface_of(self._address)
         if interface is not None:
-            for name in _INTERFACE_VARIABLES:  # gloo and NCCL would listen where the host's name leads, or anywhere
+            # By default, gloo listens at the address of the host's name, and NCCL at all addresses.
+            for name in _INTERFACE_VARIABLES:
                 os.environ.setdefault(name, interface)
-        return RendezvousInfo(self._store, rank, size, RendezvousStoreInfo(*at))
+        return RendezvousInfo(self._store, rank, world_size, RendezvousStoreInfo(*store_address))
+
+    def _wait_for_store_address(self) -> tuple[str, int]:
+        """Wait for the message of rank 0's agent. Raises `WireError`: the round was broken before."""
+        with self._news:
+            while self._store_address is None and self._broken is None and self._closed is None:
+                self._news.wait()
+            if self._store_address is None:
+                raise WireError(self._broken or self._closed or "no store")
+            return self._store_address
 
     def shutdown(self) -> bool:
-        """Leave; the job of the others goes on."""
+        """Leave the job; the other agents go on."""
         self._has_left.set()
         is_done = self._place.read(f"done-{self._agent}.json") is not None
         wire, self._wire = self._wire, None
@@ -220,63 +241,75 @@ class KeeperRendezvous(RendezvousHandler):
 
     @property
     def reason(self) -> str | None:
-        """Why the job has ended; None while it has not."""
+        """Reason why the job has ended; None while it runs."""
         return self._closed
 
     def _hello(self, kind: str) -> Message:
-        keeper = self._place.address()
-        info = {"node": self._place.node, "address": self._address, "keeper": keeper, "terms": self._terms}
-        info["card"] = os.environ.get(place_of.CARD)
+        """Return the first message of a connection: "meet" or "attach", see `messages`."""
+        info = {
+            "node": self._place.node,
+            "address": self._address,
+            "keeper": self._place.address(),
+            "terms": self._terms,
+            "card": os.environ.get(place_of.CARD),
+        }
         round_ = {name: self._round[name] for name in ("number", "members", "keepers") if name in self._round}
         return {"do": kind, "agent": self._agent, "info": info, "round": round_, "last": self._last}
 
     def _last_words(self) -> Message:
-        """The error that the workers of the round before have left behind, if any, and whether they had stepped."""
+        """Return `LastWords` of the workers of the previous round: the first error that is not about a lost peer."""
         words: Message = {}
         for path in sorted(self._place.folder.glob(f"end-{self._agent}-*.json")):
-            of_worker = self._place.read(path.name)
-            if of_worker is not None and (not words or words["is_of_peer"]):
-                words = of_worker
+            words_of_worker = self._place.read(path.name)
+            if words_of_worker is not None and (not words or words["is_of_peer"]):
+                words = words_of_worker
             path.unlink(missing_ok=True)
-        return {**words, "has_stepped": any(beat["has_stepped"] for _, beat in self._signs_of_life())}
+        return {**words, "has_stepped": any(beat["has_stepped"] for _, beat in self._heartbeats())}
 
-    def _signs_of_life(self) -> list[tuple[Path, Message]]:
-        """The latest one of each worker in the present round."""
-        paths = self._place.folder.glob(f"beat-{self._agent}-*.json")
-        signs = [(path, beat) for path in paths if (beat := self._place.read(path.name)) is not None]
-        return [(path, beat) for path, beat in signs if beat["round"] == self._round["number"]]
+    def _heartbeats(self) -> list[tuple[Path, Message]]:
+        """Return the latest heartbeat of each worker in the present round, with its file."""
+        heartbeats = []
+        for path in self._place.folder.glob(f"beat-{self._agent}-*.json"):
+            beat = self._place.read(path.name)
+            if beat is not None and beat["round"] == self._round["number"]:
+                heartbeats.append((path, beat))
+        return heartbeats
 
     def _connect(self) -> None:
-        """Connect to the first keeper that answers, those before it tried for a while.
+        """Connect to the first keeper that answers; close the rendezvous if none answers for `_GIVE_UP_S`.
 
-        Raises:
-            RendezvousClosedError: none answers.
+        The first endpoint is tried alone for `_NEXT_KEEPER_S`, then the first two in turn, then the first three. So the
+        agents of a round, which all have the same list, do not scatter over several keepers.
         """
-        begin_s, refusals = time.monotonic(), ""
+        begin_s = time.monotonic()
+        latest_error = ""
         while time.monotonic() - begin_s < _GIVE_UP_S and not self._has_left.is_set():
-            passed_s = time.monotonic() - begin_s
-            for endpoint in self._endpoints[: 1 + int(passed_s / _NEXT_KEEPER_S)]:
+            num_endpoints = 1 + int((time.monotonic() - begin_s) / _NEXT_KEEPER_S)
+            for endpoint in self._endpoints[:num_endpoints]:
                 try:
                     wire = connect(*endpoint, self._token, CONNECT_TIMEOUT_S)
                     wire.timeout_s = SILENCE_S
-                    with self._news:  # or what is due would change between the message and the wire's being known
+                    # Under the lock: otherwise `_meet` could change the state after "attach" was sent, and would not
+                    # send "meet" over this connection.
+                    with self._news:
                         wire.send(self._hello("meet" if self._is_meeting else "attach"))
-                        self._wire, self._at = wire, endpoint
+                        self._wire = wire
+                        self._connected_to = endpoint
                 except OSError as error:
-                    refusals = f"{endpoint[0]}:{endpoint[1]}: {error}"
+                    latest_error = f"{endpoint[0]}:{endpoint[1]}: {error}"
                     continue
                 try:
                     self._place.write(f"meeting-{self._agent}.json", {"host": endpoint[0], "port": endpoint[1]})
                 except OSError as error:
-                    logger.warning("workers of node %s cannot ask the meeting: %s", self._place.node, error)
+                    logger.warning("workers of node %s cannot reach the rendezvous: %s", self._place.node, error)
                 return
-            time.sleep(0.1)
+            time.sleep(_RETRY_PERIOD_S)
         with self._news:
-            self._closed = f"no keeper of job {self._place.job} could be reached: {refusals}"
+            self._closed = f"no keeper of job {self._place.job} could be reached: {latest_error}"
             self._news.notify_all()
 
     def _listen(self) -> None:
-        """Take messages; find another keeper when the connection is lost."""
+        """Receive messages, and connect to another keeper when the connection is lost; runs in a thread."""
         while not self._has_left.is_set() and self._closed is None:
             wire = self._wire
             try:
@@ -291,14 +324,17 @@ class KeeperRendezvous(RendezvousHandler):
                 self._connect()
 
     def _take(self, message: Message) -> None:
+        """Apply a message of the keeper. Raises `WireError` for a redirect: `_listen` then connects anew."""
         with self._news:
             if "round" in message:
-                self._round, self._is_meeting, self._broken = message["round"], False, None
-                self._began_s = time.monotonic()
+                self._round = message["round"]
+                self._is_meeting = False
+                self._broken = None
+                self._round_began_s = time.monotonic()
                 keepers = [tuple(info["keeper"]) for info in self._round["infos"] if info.get("keeper")]
-                self._endpoints = list(dict.fromkeys([self._at, *keepers]))
+                self._endpoints = list(dict.fromkeys([self._connected_to, *keepers]))
             elif "store" in message and message["number"] == self._round["number"]:
-                self._store_at = tuple(message["store"])
+                self._store_address = tuple(message["store"])
             elif "redirect" in message:
                 host, port = message["redirect"]
                 self._endpoints = list(dict.fromkeys([(str(host), int(port)), *self._endpoints]))
@@ -309,8 +345,8 @@ class KeeperRendezvous(RendezvousHandler):
                 self._closed = message.get("closed") or message["error"]
             self._news.notify_all()
 
-    def _say_or_lose(self, message: Message) -> None:
-        """Send a message; `_listen` notices a lost connection, and its new one begins with what is due then."""
+    def _send_if_connected(self, message: Message) -> None:
+        """Send a message. If the connection is lost, `_listen` makes a new one, which starts with `_hello`."""
         wire = self._wire
         try:
             if wire is not None:
@@ -318,37 +354,39 @@ class KeeperRendezvous(RendezvousHandler):
         except OSError:
             wire.close()  # type: ignore[union-attr]
 
-    def _say_alive(self) -> None:
-        while not self._has_left.wait(_ALIVE_S):
-            self._say_or_lose({"do": "alive"})
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats, and watch those of the workers; runs in a thread."""
+        while not self._has_left.wait(_HEARTBEAT_S):
+            self._send_if_connected({"do": "alive"})
             self._end_silent_workers()
 
     def _end_silent_workers(self) -> None:
-        """Kill workers that have not said for long that they live; those that are not stopped may just be busy."""
-        most_s = float(os.environ.get(place_of.SILENCE, "30"))
-        signs = self._signs_of_life()
-        for path, beat in signs:
+        """Kill workers without a heartbeat: stopped ones after ``SILENCE``, others after `_BUSY_FACTOR` times that."""
+        limit_s = float(os.environ.get(place_of.SILENCE, "30"))
+        heartbeats = self._heartbeats()
+        for path, beat in heartbeats:
             with contextlib.suppress(OSError):
                 silent_s = time.time() - path.stat().st_mtime
                 pid = int(beat["pid"])
-                if silent_s > most_s and (state_of(pid) in "Tt" or silent_s > _BUSY_TIMES * most_s):
+                if silent_s > limit_s and (state_of(pid) in "Tt" or silent_s > _BUSY_FACTOR * limit_s):
                     path.unlink()
                     os.kill(pid, signal.SIGKILL)
-        if not signs and not self._is_meeting and time.monotonic() - self._began_s > most_s:
-            for pid in stopped_children(os.getpid()):  # before their first sign of life
+        is_round_old = not self._is_meeting and time.monotonic() - self._round_began_s > limit_s
+        if is_round_old and not heartbeats:  # workers that were stopped before their first heartbeat
+            for pid in stopped_children(os.getpid()):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler of an agent; start the node's keeper if it has none.
+    """Create the handler of an agent; start the node's keeper if none runs.
 
     Args:
-        params: of torchrun: ``--rdzv-id`` names the job, ``--rdzv-endpoint`` is where the keeper of the first node
-            listens, or shall listen.
+        params: of torchrun: ``--rdzv-id`` is the name of the job, ``--rdzv-endpoint`` the address of the first node's
+            keeper, which may not run yet.
 
     Raises:
-        ConfigError: a name or the endpoint cannot be.
+        ConfigError: a name or the endpoint is invalid.
     """
     host, _, port = params.endpoint.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -367,7 +405,8 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         except ConfigError:
             if not own_port:
                 raise
-            keeper = start_keeper(place, address, 0, rules)  # another node of this machine was first, as in tests
+            # Another "node" on this machine has taken the port first, as in tests.
+            keeper = start_keeper(place, address, 0, rules)
         atexit.register(end_keeper, keeper, place, agent)
     return KeeperRendezvous(place, agent, (host, int(port)), address, _terms(), params.backend)
 
@@ -378,7 +417,7 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def _terms() -> Message:
-    """Terms that all agents must share: releases, and the workers of an agent."""
+    """Return properties that all agents must have in common: releases, and the number of workers of an agent."""
     releases = {f"release of {name}": version(name) for name in ("torch", "deepspeed", "transformers")}
     return {"number of workers of an agent": _worker_count(sys.argv), **releases}
 
@@ -387,7 +426,7 @@ _COUNTS = ("nproc-per-node", "nproc_per_node")
 
 
 def _worker_count(arguments: Sequence[str]) -> str:
-    """What torchrun was given by ``--nproc-per-node N`` or ``--nproc-per-node=N``; 1 if it was not."""
+    """Return torchrun's ``--nproc-per-node N`` or ``--nproc-per-node=N`` on the command line; its default is 1."""
     for option, following in pairwise(arguments):
         if option.strip("-") in _COUNTS:
             return following

@@ -1,9 +1,13 @@
-"""Warm server of a node: has imported the frameworks, and forks a worker whenever a `client` asks.
+"""Fork server of a node ("warm server"): imports the frameworks once, and forks a worker for each `client`.
 
     python -m ds_hetero.elastic.node.warm SOCKET
 
-A worker is ready 8 CPU seconds sooner than one that imports for itself. The server never touches a GPU: CUDA cannot be
-used in a process that was forked after it began.
+    client -> server    length of the request, with the descriptors of stdout and stderr; the request as JSON
+    server -> client    process id of the worker, later its exit code
+    client -> server    numbers of signals for the worker; the end of the connection kills it
+
+A forked worker is ready 8 CPU seconds sooner than one that imports the frameworks itself. The server never uses a GPU,
+because CUDA cannot be used in a fork of a process that has initialized it.
 """
 
 from __future__ import annotations
@@ -31,14 +35,15 @@ from ds_hetero.elastic.node.processes import end_with_parent
 from ds_hetero.elastic.node.wire import Message
 
 _POLL_S = 0.05
-_FORK_TIMEOUT_S = 5.0
+_REQUEST_TIMEOUT_S = 5.0  # chosen; a client sends its request at once
 
 
 class WarmServer:
-    """Forks workers and tells their clients how they end."""
+    """Forks workers, and sends their clients the exit codes."""
 
     def __init__(self, path: str) -> None:
         self._clients: dict[int, socket.socket] = {}  # by process id of the worker
+        # Bound under another name and renamed, so that a client never finds a socket on which nobody listens.
         draft = f"{path}.{os.getpid()}"
         self._listener = socket.socket(socket.AF_UNIX)
         mask = os.umask(0o177)
@@ -50,70 +55,71 @@ class WarmServer:
         os.replace(draft, path)
 
     def serve(self) -> NoReturn:
-        """Serve until the process is ended."""
+        """Serve until the process is killed."""
         while True:
             ready, _, _ = select.select([self._listener, *self._clients.values()], [], [], _POLL_S)
-            for one in ready:
-                if one is self._listener:
+            for connection in ready:
+                if connection is self._listener:
                     self._accept()
                 else:
-                    self._pass_on(one)
+                    self._forward_signal(connection)
             self._reap()
 
     def _accept(self) -> None:
+        """Receive a client's request, and fork its worker."""
         streams: list[int] = []
         try:
             client, _ = self._listener.accept()
-            client.settimeout(_FORK_TIMEOUT_S)
+            client.settimeout(_REQUEST_TIMEOUT_S)
             expect_own_peer(client)
             raw, ancillary, _, _ = client.recvmsg(NUMBER.size, socket.CMSG_LEN(2 * NUMBER.size))
             for _, _, descriptors in ancillary:
                 streams = list(array.array("i", descriptors))
             (size,) = NUMBER.unpack(raw)
-            request = b""
-            while len(request) < size:
-                part = client.recv(size - len(request))
+            text = b""
+            while len(text) < size:
+                part = client.recv(size - len(text))
                 if not part:
                     raise OSError("the client has ended")
-                request += part
-            wanted = json.loads(request)
+                text += part
+            request = json.loads(text)
             worker = os.fork()
             if worker == 0:
-                self._work(client, wanted, streams)
+                self._work(client, request, streams)
             self._clients[worker] = client
-            _show_first_life(worker, wanted["environment"])
+            _show_first_life(worker, request["environment"])
             client.sendall(NUMBER.pack(worker))
         except (OSError, ValueError, KeyError, RecursionError, struct.error):
-            pass  # a client that was killed amid its request
+            pass  # the client was killed while it sent its request
         finally:
             for stream in streams:
                 os.close(stream)
 
-    def _work(self, client: socket.socket, wanted: Message, streams: list[int]) -> NoReturn:
-        """In the fork: become the worker."""
+    def _work(self, client: socket.socket, request: Message, streams: list[int]) -> NoReturn:
+        """Become the worker; runs in the fork."""
         code = 1
         try:
             end_with_parent()
-            for other in (self._listener, client, *self._clients.values()):
-                other.close()
+            for connection in (self._listener, client, *self._clients.values()):
+                connection.close()
             for number, stream in enumerate(streams, 1):
                 os.dup2(stream, number)
                 os.close(stream)
             os.environ.clear()
-            os.environ.update(wanted["environment"])
-            os.chdir(wanted["folder"])
+            os.environ.update(request["environment"])
+            os.chdir(request["folder"])
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             gc.unfreeze()
-            code = _run(wanted["arguments"])
+            code = _run(request["arguments"])
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
             os._exit(code)
 
-    def _pass_on(self, client: socket.socket) -> None:
-        """Give a worker the signal that its client was sent; kill it where the client is gone."""
-        worker = next(pid for pid, one in self._clients.items() if one is client)
+    def _forward_signal(self, client: socket.socket) -> None:
+        """Send a worker the signal that its client has received; kill the worker if the client has ended."""
+        worker = next(pid for pid, connection in self._clients.items() if connection is client)
         try:
             raw = client.recv(NUMBER.size)
         except OSError:
@@ -125,6 +131,7 @@ class WarmServer:
             self._clients.pop(worker).close()
 
     def _reap(self) -> None:
+        """Send the clients of ended workers their exit codes."""
         while True:
             try:
                 worker, status = os.waitpid(-1, os.WNOHANG)
@@ -140,16 +147,20 @@ class WarmServer:
 
 
 def _show_first_life(worker: int, environment: dict[str, str]) -> None:
-    """Write the first sign of life of a worker, who may be stopped before it can."""
+    """Write a worker's first heartbeat for it, because it may be stopped before it can write one itself."""
     place = NodePlace.of_environment(environment)
     if place is not None and all(name in environment for name in (AGENT, ROUND, "LOCAL_RANK")):
         name = f"{environment[AGENT]}-{environment['LOCAL_RANK']}"
-        with contextlib.suppress(OSError):  # the node's folder is gone, and so is the node
+        with contextlib.suppress(OSError):  # the job's folder was deleted
             place.show_life(name, worker, int(environment[ROUND]), has_stepped=False)
 
 
 def _run(arguments: list[str]) -> int:
-    """Run ``-m MODULE ARGUMENTS`` as Python does; return the exit code."""
+    """Run ``-m MODULE ARGUMENTS`` as Python does; return the exit code.
+
+    A fork ends by `os._exit`, so the end of the interpreter is done here as Python does it: join the threads, run the
+    exit handlers, flush.
+    """
     code = 0
     assert arguments[0] == "-m", arguments
     sys.argv = [arguments[1], *arguments[2:]]
@@ -173,7 +184,10 @@ def _run(arguments: list[str]) -> int:
 
 
 def import_frameworks() -> None:
-    """Import what workers need: what `deepspeed.initialize` imports late takes most of its time."""
+    """Import the modules that workers need, including those that `deepspeed.initialize` imports late.
+
+    The late imports are most of the time of `deepspeed.initialize`.
+    """
     importlib.import_module("ds_hetero").register().undo()
     for late in (
         "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -187,16 +201,18 @@ def import_frameworks() -> None:
         "ds_hetero.planner.planning",
         "ds_hetero.elastic.resume",
     ):
-        with contextlib.suppress(ImportError):  # another release has it elsewhere; workers import it themselves
+        with contextlib.suppress(ImportError):  # other releases have other modules; workers then import by themselves
             importlib.import_module(late)
 
 
 def main() -> None:
-    """Import, then serve; workers start by themselves until it is ready."""
+    """Import, then serve. Until the server is ready, clients become workers themselves."""
     end_with_parent()
     begin_s = time.monotonic()
+    # Let torch.cuda.is_available() ask NVML: its default asks CUDA, which forks could then not use.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import_frameworks()
+    # Collections in a worker do not visit, and so do not copy, the pages of imported modules.
     gc.collect()
     gc.freeze()
     server = WarmServer(sys.argv[1])

@@ -1,16 +1,19 @@
-"""Connections between the processes of an elastic job, whose sides show the job's token before anything is read.
+"""Authenticated connections between the processes of an elastic job: both sides prove that they have the token.
 
     server -> client   magic 8 bytes, nonce 32
     client -> server   nonce 32, HMAC(token, "client", both nonces) 32
     server -> client   HMAC(token, "server", both nonces) 32
     then, each way     length 4, HMAC(key, number of the message, text) 32, text: JSON
 
-Nothing that somebody without the token sends is parsed, and the sizes are fixed. The token itself is never sent. The
-two keys, one each way, come of the token and both nonces, so that no message of another connection, of the other side,
-or of before counts: the numbers are not sent but counted by both. Contents travel raw, after a message that says how
-many bytes follow; whoever takes them checks their own HMAC (`segments`).
+    attack                                      prevented by
+    a stranger sends data that break a parser   before the handshake, sizes are fixed and nothing is parsed
+    a stranger listens to the token             it is never sent
+    a message of another connection is sent     keys are derived from the token and both nonces
+    a message is sent back to its sender        there is one key for each direction
+    a message is sent a second time             both sides count messages; the number is in the HMAC, but is not sent
 
-Nothing is encrypted.
+Contents of segments are sent raw, after a message that gives their length; the receiver checks their HMAC
+(`segments`). Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ Message = dict[str, Any]
 """An object of JSON."""
 
 MAX_MESSAGE_BYTES = 1 << 20
-MAX_MESSAGE_DEPTH = 32  # of nested lists and objects in a message; ours have 5
-_CHUNK_BYTES = 1 << 20  # of a content, which has to come, or be taken, within the timeout
+MAX_MESSAGE_DEPTH = 32  # of nested lists and objects; messages of this package have 5
+_CHUNK_BYTES = 1 << 20  # of a content that have to be transferred within the timeout
 _MAGIC = b"dshet/2\n"
 _NONCE_BYTES = _MAC_BYTES = 32
 _LENGTH = struct.Struct(">I")
@@ -41,16 +44,16 @@ _NUMBER = struct.Struct(">Q")
 
 
 class WireError(OSError):
-    """The other side does not hold to the protocol, or has another token."""
+    """The other side violates the protocol, or has another token."""
 
 
 class Wire:
-    """One connection whose sides have shown the token; see `connect` and `welcome`.
+    """An authenticated connection, made by `connect` and `welcome`.
 
     Args:
-        connected: a socket.
-        timeout_s: within which a message has to come whole, or has to be taken.
-        keys: of the messages that are sent, and of those that come.
+        connected: its socket.
+        timeout_s: time in which a message has to be received, or sent, completely.
+        keys: (of messages to send, of messages to receive).
     """
 
     def __init__(self, connected: socket.socket, timeout_s: float, keys: tuple[bytes, bytes]) -> None:
@@ -58,13 +61,13 @@ class Wire:
         self._socket = connected
         self._send_key, self._receive_key = keys
         self._num_sent = self._num_received = 0
-        self._sending = threading.Lock()  # threads that send at the same time would mix up the numbers
+        self._sending = threading.Lock()  # two threads that send at the same time would mix up the numbers
 
     def send(self, message: Message) -> None:
         """Send a message.
 
         Raises:
-            OSError: the connection is lost; it cannot be used any more.
+            OSError: the connection is lost, and is closed.
         """
         text = json.dumps(message).encode()
         with self._sending:
@@ -73,15 +76,15 @@ class Wire:
             try:
                 _send_all(self._socket, memoryview(_LENGTH.pack(len(text)) + mac + text), self.timeout_s)
             except BaseException:
-                self.close()  # what follows half a message would be read as the rest of it
+                self.close()  # the other side would take the next message for the rest of this one
                 raise
 
     def receive(self) -> Message:
-        """Wait for a message, at most `timeout_s`, however slowly it comes.
+        """Wait for a message, `timeout_s` at most, even if its bytes arrive one by one.
 
         Raises:
-            TimeoutError: it did not come whole in time.
-            WireError: the connection has ended, or what came is no message of the other side.
+            TimeoutError: the message is not complete in time.
+            WireError: the connection has ended, or the message is not the other side's next one.
         """
         deadline_s = time.monotonic() + self.timeout_s
         head = _receive_exactly(self._socket, _LENGTH.size + _MAC_BYTES, deadline_s)
@@ -95,19 +98,19 @@ class Wire:
         return parse_message(text)
 
     def send_content(self, content: memoryview) -> None:
-        """Send the bytes that a message has announced; each MiB within `timeout_s`."""
+        """Send the bytes that a message has announced; `timeout_s` is for each MiB."""
         with self._sending:
             for start in range(0, len(content), _CHUNK_BYTES):
                 _send_all(self._socket, content[start : start + _CHUNK_BYTES], self.timeout_s)
 
     def receive_into(self, view: memoryview) -> None:
-        """Fill ``view`` with the bytes that follow; each MiB has to come within `timeout_s`."""
+        """Receive the announced bytes into ``view``; `timeout_s` is for each MiB."""
         for start in range(0, len(view), _CHUNK_BYTES):
             part = view[start : start + _CHUNK_BYTES]
             try:
                 _fill(self._socket, part, time.monotonic() + self.timeout_s)
             except WireError:
-                raise WireError(f"the connection was closed before {len(view):,} bytes had come") from None
+                raise WireError(f"the connection was closed before {len(view):,} bytes were received") from None
 
     def close(self) -> None:
         """End the connection."""
@@ -115,17 +118,17 @@ class Wire:
 
 
 def close(connected: socket.socket) -> None:
-    """End a connection, also for a thread that waits in it."""
+    """Close a connection, and wake a thread that waits for it."""
     with contextlib.suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)
     connected.close()
 
 
 def connect(host: str, port: int, token: bytes, timeout_s: float) -> Wire:
-    """Connect to a server of the job, which shows that it has the token, too.
+    """Connect to a server of the job.
 
     Raises:
-        OSError: nobody listens there, or it has another token.
+        OSError: no process listens there, or it has another token.
     """
     deadline_s = time.monotonic() + timeout_s
     connected = socket.create_connection((host, port), timeout=timeout_s)
@@ -134,12 +137,12 @@ def connect(host: str, port: int, token: bytes, timeout_s: float) -> Wire:
         hello = _receive_exactly(connected, len(_MAGIC) + _NONCE_BYTES, deadline_s)
         if hello[: len(_MAGIC)] != _MAGIC:
             raise WireError(f"{host}:{port} is not a keeper of this release of ds_hetero")
-        own = secrets.token_bytes(_NONCE_BYTES)
-        nonces = hello[len(_MAGIC) :] + own
-        connected.sendall(own + _derived(token, b"client", nonces))
+        client_nonce = secrets.token_bytes(_NONCE_BYTES)
+        nonces = hello[len(_MAGIC) :] + client_nonce
+        connected.sendall(client_nonce + _derived(token, b"client", nonces))
         answer = _receive_exactly(connected, _MAC_BYTES, deadline_s)
         if not hmac.compare_digest(answer, _derived(token, b"server", nonces)):
-            raise WireError(f"{host}:{port} has another token: it is of another job, or of somebody else")
+            raise WireError(f"{host}:{port} has another token: it belongs to another job or to another user")
     except BaseException:
         close(connected)
         raise
@@ -148,11 +151,11 @@ def connect(host: str, port: int, token: bytes, timeout_s: float) -> Wire:
 
 
 def welcome(connected: socket.socket, token: bytes, handshake_s: float, timeout_s: float) -> Wire:
-    """The server's part of `connect`.
+    """Do the server's part of `connect`.
 
     Args:
-        handshake_s: within which the other side has to show the token, however often it sends something.
-        timeout_s: of the wire afterwards.
+        handshake_s: time in which the other side has to show the token, in total.
+        timeout_s: of the connection afterwards.
 
     Raises:
         OSError: the other side does not have the token.
@@ -160,38 +163,39 @@ def welcome(connected: socket.socket, token: bytes, handshake_s: float, timeout_
     deadline_s = time.monotonic() + handshake_s
     connected.settimeout(handshake_s)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    own = secrets.token_bytes(_NONCE_BYTES)
-    connected.sendall(_MAGIC + own)
+    server_nonce = secrets.token_bytes(_NONCE_BYTES)
+    connected.sendall(_MAGIC + server_nonce)
     answer = _receive_exactly(connected, _NONCE_BYTES + _MAC_BYTES, deadline_s)
-    nonces = own + answer[:_NONCE_BYTES]
+    nonces = server_nonce + answer[:_NONCE_BYTES]
     if not hmac.compare_digest(answer[_NONCE_BYTES:], _derived(token, b"client", nonces)):
-        raise WireError("the token does not fit")
+        raise WireError("the other side has another token")
     connected.sendall(_derived(token, b"server", nonces))
     to_server, to_client = _derived(token, b"to server", nonces), _derived(token, b"to client", nonces)
     return Wire(connected, timeout_s, (to_client, to_server))
 
 
 def parse_message(text: bytes) -> Message:
-    """Parse what came. Raises `WireError`: it is no object of JSON, or nested too deep."""
+    """Parse a message. Raises `WireError`: it is not a JSON object, or nested too deep."""
+    # Checked before, because json.loads recurses: a deep text could overflow the stack of C.
     if _depth_of(text) > MAX_MESSAGE_DEPTH:
-        raise WireError(f"what came is nested deeper than {MAX_MESSAGE_DEPTH}")
+        raise WireError(f"a message is nested deeper than {MAX_MESSAGE_DEPTH}")
     try:
         message = json.loads(text)
     except (ValueError, RecursionError):
-        raise WireError("what came is no JSON") from None
+        raise WireError("a message is not JSON") from None
     if not isinstance(message, dict):
-        raise WireError("what came is no object")
+        raise WireError("a message is not a JSON object")
     return message
 
 
-_TEXT_OF_JSON = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
 
 
 def _depth_of(text: bytes) -> int:
-    """How deep lists and objects are nested; a bracket within a text is none."""
+    """Return how deep lists and objects are nested; brackets inside strings do not count."""
     deepest = depth = 0
-    for bracket in _BRACKET.findall(_TEXT_OF_JSON.sub(b"", text)):
+    for bracket in _BRACKET.findall(_STRING.sub(b"", text)):
         depth += 1 if bracket in b"[{" else -1
         deepest = max(deepest, depth)
     return deepest
@@ -212,7 +216,7 @@ def _receive_exactly(connected: socket.socket, count: int, deadline_s: float) ->
 
 
 def _fill(connected: socket.socket, view: memoryview, deadline_s: float) -> None:
-    """Fill ``view`` by a moment: a time-out of the socket's own would begin anew with every byte."""
+    """Receive into ``view`` until a deadline. The socket's own timeout would start again with every byte."""
     done = 0
     while done < len(view):
         _wait(connected, select.POLLIN, deadline_s)
@@ -231,10 +235,11 @@ def _send_all(connected: socket.socket, view: memoryview, timeout_s: float) -> N
 
 
 def _wait(connected: socket.socket, event: int, deadline_s: float) -> None:
-    left_s = deadline_s - time.monotonic()
+    """Wait until the socket is ready. Raises `TimeoutError` at the deadline."""
+    remaining_s = deadline_s - time.monotonic()
     poll = select.poll()
     if connected.fileno() < 0:
         raise WireError("the connection was closed")
     poll.register(connected, event)
-    if left_s <= 0 or not poll.poll(left_s * 1e3):
-        raise TimeoutError("the other side said nothing in time")
+    if remaining_s <= 0 or not poll.poll(remaining_s * 1e3):  # in milliseconds
+        raise TimeoutError("the other side did not answer in time")

@@ -104,7 +104,9 @@ WRONG: dict[_Layer, str] = {
     _Convolution: "the gradient of the parameter model.layers.0.self_attn.added.kernel differs",
     _KernelOfAnother: "the gradient of the parameter model.layers.0.self_attn.added.convolution.kernel differs",
     _Pooling: "the gradient of the parameter model.layers.0.self_attn.added.gate differs",
-    _Shifted: "the input of model.layers.0.self_attn.added.projection, from which the gradient of its weight is computed",
+    _Shifted: (
+        "the input of model.layers.0.self_attn.added.projection, from which the gradient of its weight is computed"
+    ),
 }
 RIGHT: tuple[_Layer, ...] = (_LowRank, _Pointwise)
 

@@ -97,9 +97,9 @@ def test_another_token_is_refused_on_either_side(keepers):
 @pytest.mark.parametrize(
     ("message", "answer"),
     [
-        ({"do": "get", "name": "../secret.seg"}, "no name"),
-        ({"do": "get", "name": "none.seg"}, "not whole"),
-        ({"do": "put", "name": "x.seg", "header": "00"}, "not sound"),
+        ({"do": "get", "name": "../secret.seg"}, "not a valid name"),
+        ({"do": "get", "name": "none.seg"}, "not a complete segment"),
+        ({"do": "put", "name": "x.seg", "header": "00"}, "malformed"),
         ({"do": "put", "name": "x.seg"}, "header"),
         ({"do": "_answer"}, "no request"),
         ({"do": "free", "kept": {"step": 1}}, "missing"),

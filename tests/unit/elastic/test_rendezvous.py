@@ -72,7 +72,7 @@ def test_a_worker_that_was_stopped_before_its_first_sign_of_life_is_killed(round
     place = NodePlace(job="job", node="n", folder=tmp_path)
     place.show_life("n-0-0", os.getpid(), 7, has_stepped=True)  # of an earlier round, and no sign of this one
     handler = rendezvous.KeeperRendezvous(place, "n-0", ("127.0.0.1", 1), "127.0.0.1", {}, "ds_hetero")
-    handler._began_s = time.monotonic() - round_s
+    handler._round_began_s = time.monotonic() - round_s
     with subprocess.Popen(["sleep", "60"]) as worker, subprocess.Popen(["sleep", "60"]) as running:
         _stop(worker)
         handler._end_silent_workers()

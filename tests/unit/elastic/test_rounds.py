@@ -113,7 +113,7 @@ def test_too_few_wait_and_then_the_job_ends_with_the_reason():
     rounds.tick(50.0)
     assert "closed" not in c.last()
     rounds.tick(103.0)
-    assert "1 of at least 2" in c.last()["closed"] and "memory" in c.last()["closed"]
+    assert "only 1 agents waited for a round, which needs 2" in c.last()["closed"] and "memory" in c.last()["closed"]
 
 
 def test_the_least_may_be_raised_while_a_round_runs():
@@ -236,7 +236,7 @@ def test_less_than_half_does_not_go_on_at_another_server_unless_it_was_allowed()
     other.tick(17.0)
     assert len(c.heard) == 1
     other.tick(61.0)
-    assert "1 of at least 2" in c.last()["closed"]
+    assert "only 1 agents waited for a round, which needs 2" in c.last()["closed"]
     allowed, (c,) = _taken_over(RoundRules(majority=False), num_lost=2)
     c.join(10.0)
     allowed.tick(17.0)

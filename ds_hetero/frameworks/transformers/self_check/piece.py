@@ -121,7 +121,7 @@ def _num_tokens(schedule: Schedule) -> int:
 
     Example: weights 1 and 15. 24 tokens per rank would be 48, of which the first rank has 3; 64 give it 4.
     """
-    weights: list[int] = []
+    weights: list[float] = []
     for group in schedule.groups:
         weights.extend(weight for weight in group.tokens if weight)
     for_smallest = -(-TOKENS_OF_SMALLEST_RANK * sum(weights) // min(weights))

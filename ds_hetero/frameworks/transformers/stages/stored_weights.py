@@ -68,8 +68,7 @@ def _files_of(folder: Path) -> Mapping[str, str]:
     if (folder / _INDEX).is_file():
         content = read_file(folder / _INDEX, "index of weights", ModelError)
         files = content.get("weight_map") if isinstance(content, Mapping) else None
-        is_map_of_files = isinstance(files, Mapping) and all(isinstance(file, str) for file in files.values())
-        if not is_map_of_files:
+        if not isinstance(files, Mapping) or not all(isinstance(file, str) for file in files.values()):
             raise ModelError(
                 f"{folder / _INDEX} has no weight_map of tensors and files. Download or save the model again."
             )
