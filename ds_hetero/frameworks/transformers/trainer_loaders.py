@@ -102,7 +102,7 @@ def set_initial_training_values(
     """Replace ``Trainer.set_initial_training_values``: count the batches of an epoch once.
 
     Stock multiplies the length of the loader by ``get_sp_size()``, because DeepSpeed's loader adapter yields every
-    batch once per rank of a sequence-parallel group. This engine's loader yields it once, so stock has to see a size of 1.
+    batch once per rank of a sequence-parallel group. This engine yields it once, so stock has to see a size of 1.
     """
     is_split = is_sharded(registry, trainer)
     reader = reader_of(dataloader)
