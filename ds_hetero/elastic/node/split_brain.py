@@ -1,6 +1,6 @@
 """Resolve a split brain: two keepers of one job that serve rounds independently of each other.
 
-It happens when a link is cut, a stopped machine continues, or a node is restarted with the command that began the job.
+It comes of a cut link, of a stopped machine that continues, or of a node that is restarted with the job's first command.
 Each keeper asks the keepers of missing nodes for their status. The one with the lower `Rounds.epoch` sends its agents
 to the other. No committed step is lost, because both sides trained on the same batches.
 
