@@ -1,6 +1,6 @@
 """Resolve a split brain: two keepers of one job that serve rounds independently of each other.
 
-It comes of a cut link, of a stopped machine that continues, or of a node that is restarted with the job's first command.
+It comes of a cut link, a stopped machine that continues, or a node that is restarted with the job's first command.
 Each keeper asks the keepers of missing nodes for their status. The one with the lower `Rounds.epoch` sends its agents
 to the other. No committed step is lost, because both sides trained on the same batches.
 
