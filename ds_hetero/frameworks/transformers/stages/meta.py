@@ -132,11 +132,11 @@ def fill_parameters(model: nn.Module, names: Mapping[str, str], device: torch.de
         if id(meta) not in filled:
             meta_shard = meta.to_local() if isinstance(meta, DTensor) else meta
             local = torch.empty_like(meta_shard, device=device)
-            if stored is not None:
-                values = _read(stored, place.name, meta)
-            else:
-                values = _draw(pretrained, place, meta, device)[_slices(meta)]
             with torch.no_grad():
+                if stored is not None:
+                    values = _read(stored, place.name, meta)
+                else:
+                    values = _draw(pretrained, place, meta, device)[_slices(meta)]
                 local.copy_(values)
             filled[id(meta)] = _like(meta, local)
         place.module._parameters[place.attribute] = filled[id(meta)]
