@@ -148,13 +148,9 @@ def compute_loss(
         return stock(trainer, model, inputs, return_outputs, num_items_in_batch)
     if split.own_loss:
         is_scaled = num_items_in_batch is not None
-        if is_scaled:
-            outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
-            # Losses that are divided by the labels of all replicas add up over these, but the engine averages them.
-            loss = outputs.loss * split.replica.num_replicas
-        else:
-            outputs = model(**inputs)
-            loss = outputs.loss
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch) if is_scaled else model(**inputs)
+        # Losses that are divided by the labels of all replicas add up over these, but the engine averages them.
+        loss = outputs.loss * (split.replica.num_replicas if is_scaled else 1)
         _say_whether_scaled(trainer, scaled=is_scaled)
         return (loss, outputs) if return_outputs else loss
     labels = inputs["shift_labels"]
