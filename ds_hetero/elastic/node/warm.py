@@ -35,7 +35,7 @@ from ds_hetero.elastic.node.processes import end_with_parent
 from ds_hetero.elastic.node.wire import Message
 
 _POLL_S = 0.05
-_REQUEST_TIMEOUT_S = 5.0  # chosen; a client sends its request at once
+_FORK_TIMEOUT_S = 5.0  # chosen; a client sends its request at once
 
 
 class WarmServer:
@@ -70,7 +70,7 @@ class WarmServer:
         streams: list[int] = []
         try:
             client, _ = self._listener.accept()
-            client.settimeout(_REQUEST_TIMEOUT_S)
+            client.settimeout(_FORK_TIMEOUT_S)
             expect_own_peer(client)
             raw, ancillary, _, _ = client.recvmsg(NUMBER.size, socket.CMSG_LEN(2 * NUMBER.size))
             for _, _, descriptors in ancillary:
