@@ -8,11 +8,14 @@ mixed by operations that were there before.
 
 Micro-batches may be accumulated. A unit that is declared, or that the model's own loss shows at the first batch, is
 then weighed by the count of the whole step; any other by the count of the micro-batch, which all ranks take of one
-micro-batch of one process.
+micro-batch of one process, and averaged over the micro-batches that the step has, of which a last one of an epoch may
+have fewer. What the first batch showed may be chance, as where none of its labels is ignored: a term that is once
+divided by something else is weighed by micro-batch from then on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.loss_graph import LossTerms, no_nans, on_nodes, read_terms
 from ds_hetero.runtime.data.loss_units import UnitCounts
 from ds_hetero.runtime.data.loss_weights import (
+    RTOL_OF_SUMS,
     RankLoss,
     TermWeight,
     expect_same_buffers,
@@ -46,6 +50,9 @@ class UnlikeLosses:
         self._model = model
         self._releases: list[Callable[[], None]] = []
         self._has_said = False
+        # Terms, by their paths:
+        self._of_micro_batches: set[str] = set()  # whose unit is not the one that the first batch showed
+        self._weighed_by_step: set[str] = set()  # in this step, where that is another weight than by micro-batch
 
     def weigh(self, loss: Tensor, batch: MicroBatchWeights, divisor: int) -> Tensor:
         """The same value, with the gradient of this rank's part of the loss of the step, times the ranks.
@@ -66,8 +73,12 @@ class UnlikeLosses:
             assert unit is not None
             own, of_step = getattr(batch.counts, unit), getattr(batch.counts_of_step, unit)
             return shown_loss(loss, dist.get_world_size() * divisor * own / max(of_step, 1))
-        weights = self._weights(of_ranks)
-        factors = [self._factor_of_step(one, of_ranks, batch, divisor) for one in weights]
+        if batch.index == 0:
+            self._weighed_by_step.clear()
+        factors = [
+            self._factor_of_step(term.path, weight, of_ranks, batch, divisor)
+            for term, weight in zip(terms.terms, self._weights(of_ranks), strict=True)
+        ]
         self._releases += on_nodes(terms, factors)
         return shown_loss(loss, 1.0)
 
@@ -182,27 +193,39 @@ class UnlikeLosses:
         return weigh_terms(of_ranks, dist.get_rank(), type(model.model).__name__, model.divisors, items)
 
     def _factor_of_step(
-        self, weight: TermWeight, of_ranks: Sequence[RankLoss], batch: MicroBatchWeights, divisor: int
+        self, path: str, weight: TermWeight, of_ranks: Sequence[RankLoss], batch: MicroBatchWeights, divisor: int
     ) -> float:
-        """The factor of a term where the micro-batches of a step are accumulated."""
+        """The factor of a term where the micro-batches of a step are accumulated.
+
+        Args:
+            path: of the term.
+        """
         model, split = self._model, self._model.replica.batch_split
         assert split is not None
-        if weight.kind != "mean" or split.micro_steps == 1:
-            return weight.factor
+        # The engine divides by the micro-batches of a full step; 1 where the script has left its division out.
+        averaged = min(divisor, batch.micro_batches)
+        by_micro_batch = weight.factor * divisor / averaged
+        if weight.kind != "mean" or split.micro_steps == 1 or not any(weight.counts):
+            return by_micro_batch
         is_of_one = len(set(split.micro_batches)) == 1  # all ranks take parts of one micro-batch of one process
         if model.loss_convention is None and is_of_one:
-            return weight.factor
+            return by_micro_batch
         units = UnitCounts._fields if model.loss_convention is None else (model.loss_convention,)
         shares_by_rank = {
             tuple(getattr(one.counts, unit) / max(getattr(batch.counts_of_step, unit), 1) for one in of_ranks)
             for unit in units
             if unit_of_counts(weight.counts, of_ranks, [unit]) is not None
         }
-        if len(shares_by_rank) == 1:
-            share: float = shares_by_rank.pop()[dist.get_rank()]
-            return dist.get_world_size() * divisor * share
+        if len(shares_by_rank) == 1 and path not in self._of_micro_batches:
+            (shares,) = shares_by_rank
+            if not _are_equal(shares, [count / math.fsum(weight.counts) / averaged for count in weight.counts]):
+                self._weighed_by_step.add(path)
+            return dist.get_world_size() * divisor * shares[dist.get_rank()]
         if is_of_one:
-            return weight.factor
+            self._of_micro_batches.add(path)
+            if path in self._weighed_by_step:
+                raise ConfigError(_two_units(type(model.model).__name__, weight.counts, str(model.loss_convention)))
+            return by_micro_batch
         counts = ", ".join(f"{one:g}" for one in weight.counts)
         raise ConfigError(
             f"the loss of {type(model.model).__name__} is a mean over {counts} on the ranks, and they accumulate "
@@ -210,6 +233,20 @@ class UnlikeLosses:
             f'Give all ranks one number of micro-batches, or say it: "{SECTION}": {{"loss": "sample_mean"}}, '
             '"label_mean" or "token_mean".'
         )
+
+
+def _two_units(name: str, counts: Sequence[float], unit: str) -> str:
+    shown = ", ".join(f"{one:g}" for one in counts)
+    return (
+        f"a term of the loss of {name} is a mean over {shown} on the ranks, and was one by {unit} in an earlier "
+        "micro-batch of this optimizer step, whose micro-batches have unlike numbers of samples: by which of the two "
+        "it is to be weighed does not show. Let every step have full micro-batches (drop_last=True), or say what the "
+        f'loss is a mean over: "{SECTION}": {{"loss": "sample_mean"}}, "label_mean" or "token_mean".'
+    )
+
+
+def _are_equal(shares: Sequence[float], others: Sequence[float]) -> bool:
+    return all(math.isclose(one, other, rel_tol=RTOL_OF_SUMS) for one, other in zip(shares, others, strict=True))
 
 
 def _goes_by(unit: str, counts: Sequence[float], of_ranks: Sequence[RankLoss]) -> bool:

@@ -93,7 +93,6 @@ class UnlikeSteps:
         self._has_read, self._latest = False, None  # a batch, which fills up the steps that have too few
         self._losses = UnlikeLosses(model)
         self._of_trainer: list[Node] = []  # multiplications by the ranks, which one process does not do
-        self._micro_batches = 1  # of one process, in this step
         self.is_scaling = False
         self.computes_loss_itself = type(trainer).compute_loss is not Trainer.compute_loss
 
@@ -153,13 +152,16 @@ class UnlikeSteps:
                 "Trainer more samples, or smaller batches."
             )
         self._has_read = True
-        self._micro_batches = max(len(counts) for counts, _ in of_ranks)
+        micro_batches = max(len(counts) for counts, _ in of_ranks)
         own = of_ranks[dist.get_rank()][0]
         self._latest = taken[-1] if taken else self._latest
         fillers = [Filler(self._latest or {}) for _ in range(num_batches - len(taken))]
         counts = [*own, *[UnitCounts(0)] * len(fillers)]
         self._model.give_step(
-            [MicroBatchWeights(index=i, counts=one, counts_of_step=total) for i, one in enumerate(counts)]
+            [
+                MicroBatchWeights(index=i, counts=one, counts_of_step=total, micro_batches=micro_batches)
+                for i, one in enumerate(counts)
+            ]
         )
         return [*taken, *fillers], self._num_items(taken or [self._latest], total, device)
 
@@ -194,7 +196,7 @@ class UnlikeSteps:
         items = None if num_items is None else float(num_items)
         loss = self._losses.weigh_for_trainer(loss, model.latest_batch, items, self._of_trainer)
         if not self._takes_means_for_parts(inputs):
-            loss = loss / self._micro_batches
+            loss = loss / model.latest_batch.micro_batches
         return loss, outputs
 
     def note_multiplied(self, loss: Tensor) -> None:

@@ -54,6 +54,7 @@ class MicroBatchWeights:
     index: int  # among those of its optimizer step
     counts: UnitCounts  # of the micro-batch; zeros where it only fills the step up
     counts_of_step: UnitCounts  # of all micro-batches of all ranks
+    micro_batches: int  # of the step, without those that only fill it up on every rank
 
 
 class Trainee(Protocol):
@@ -255,11 +256,12 @@ class SampleLoader(LoaderAround):
                 f"ranks take {split} per optimizer step. Give the loader more samples, or drop_last=True."
             )
         self._has_read, self._latest = True, taken[-1] if taken else self._latest
+        micro_batches = max(of_rank.batches for of_rank in reports.by_rank)
         num_fillers = split.micro_steps - len(taken)
         counts, taken = [*counts, *[UnitCounts(0)] * num_fillers], [*taken, *[self._latest] * num_fillers]
         return [
-            (MicroBatchWeights(index=index, counts=own, counts_of_step=counts_of_step), batch)
-            for index, (own, batch) in enumerate(zip(counts, taken, strict=True))
+            (MicroBatchWeights(index=i, counts=own, counts_of_step=counts_of_step, micro_batches=micro_batches), batch)
+            for i, (own, batch) in enumerate(zip(counts, taken, strict=True))
         ]
 
 

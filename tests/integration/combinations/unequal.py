@@ -12,6 +12,8 @@ Losses by module:
     text            a language model
     text, own loss  a language model whose loss the script computes from logits, declared by "loss"
     text, annealed  a mean over tokens, and from the second step on a mean over samples as well
+    penalty         mean over samples of the model's own, and a penalty on weights; is not drawn, see
+                    tests/integration/loops/test_accumulated_means.py
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ MODULES = (
     "text, own loss",
     "text, annealed",
 )
+# Means over something else than samples or tokens: averaged over the micro-batches of a step, as one process does.
+BY_MICRO_BATCH = ("class weights", "positives", "ignored")
 _CLASSES, _WIDTH = 4, 8
 
 
@@ -99,7 +103,7 @@ class UnequalJob:
         return "; ".join(filter(None, parts))
 
     def alone(self) -> Trained:
-        """On one process, which takes all samples of a step at once."""
+        """On one process, whose micro-batches are those of all ranks, one after another."""
         model = _model(self)
         start = snapshot(model)
         optimizer = optimizers.make(self.optimizing, model)
@@ -107,7 +111,7 @@ class UnequalJob:
         reader = loaders.endless(_loader(self, sum(self.batch) * self.accumulated))
         told, norms, evaluated = [], [], []
         for step, (_, batch) in enumerate(islice(reader, self.steps)):
-            loss = _loss(self, model, batch, step)
+            loss = self._loss_of_step(model, batch, step)
             loss.backward()
             told.append((loss.item(), 1.0))
             norms.append(optimizers.step_alone(optimizer, schedule, model, self.optimizing.clip))
@@ -118,6 +122,20 @@ class UnequalJob:
                 model.train()
         numbers = {"evaluation": evaluated}
         return Trained(told if self._losses_are_known else [], norms, snapshot(model), start, numbers)
+
+    def _loss_of_step(self, model: Any, batch: dict[str, Tensor], step: int) -> Tensor:
+        """Of all samples of a step, by the rules of docs/unequal-batches.md, "Accumulation".
+
+        A mean over samples or tokens, which the first batch shows, is one over those of the step; any other is averaged
+        over the micro-batches.
+        """
+        parts = _micro_batches(batch, sum(self.batch))
+        if self.module in BY_MICRO_BATCH:
+            return torch.stack([_loss(self, model, part, step) for part in parts]).mean()
+        if self.module == "text, annealed" and step:  # the first batch shows that it is a mean over tokens
+            terms = torch.stack([_mean_over_samples(_outputs(model, part)) for part in parts])
+            return _outputs(model, batch).loss + terms.mean()
+        return _loss(self, model, batch, step)
 
     @property
     def _losses_are_known(self) -> bool:
@@ -250,6 +268,8 @@ class Rows(nn.Module):
             bits = (y[:, None] + 1) // 2 ** torch.arange(_CLASSES) % 2
             by_class = nn.functional.binary_cross_entropy_with_logits(outputs, bits.float(), reduction="sum")
             return by_class / bits.sum()
+        if self.module == "penalty":
+            return nn.functional.cross_entropy(outputs, y) + 0.1 * self.last.weight.square().sum()
         if self.module == "ignored":
             return nn.functional.cross_entropy(outputs, y, ignore_index=_CLASSES - 1)
         return nn.functional.cross_entropy(outputs, y)
@@ -315,8 +335,24 @@ def _loss(job: UnequalJob, model: Any, batch: dict[str, Tensor], step: int) -> T
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
     outputs = model(**batch)
     if job.module == "text, annealed" and step:
-        return outputs.loss + outputs.logits.mean(1).square().sum(-1).mean()
+        return outputs.loss + _mean_over_samples(outputs)
     return outputs.loss
+
+
+def _outputs(model: Any, batch: dict[str, Tensor]) -> Any:
+    return model(**{name: entry for name, entry in batch.items() if name != "number"})
+
+
+def _mean_over_samples(outputs: Any) -> Tensor:
+    """The term that "text, annealed" adds."""
+    term: Tensor = outputs.logits.mean(1).square().sum(-1).mean()
+    return term
+
+
+def _micro_batches(batch: dict[str, Tensor], rows: int) -> list[dict[str, Tensor]]:
+    """A batch in parts of so many rows, the last perhaps shorter."""
+    count = len(batch["number"])
+    return [{name: entry[start : start + rows] for name, entry in batch.items()} for start in range(0, count, rows)]
 
 
 def _weight(job: UnequalJob, batch: dict[str, Tensor]) -> float:
