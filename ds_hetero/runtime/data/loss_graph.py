@@ -12,6 +12,9 @@ A term that is something else (the root of a mean, a ratio whose denominator has
 that is not known here) is a problem, which names the node.
 
 A term of parameters alone, such as a penalty on weights, is the same on all ranks.
+
+What nodes keep may have hooks (activations that are offloaded, checkpoints), which reading runs. torch's own give it as
+often as they are asked. Others may give it once, so that the backward finds nothing: what they keep is not read.
 """
 
 from __future__ import annotations
@@ -48,6 +51,8 @@ SAME_VALUES = frozenset(
         "ViewBackward0",
     }
 )
+_PRODUCTS = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"})
+LINEAR = _SUMS | SAME_VALUES | _PRODUCTS  # of scalars: sums, and products with numbers
 MEANS_OF_ELEMENTS = frozenset(  # with a ``reduction``: 0 none, 1 mean, 2 sum (aten/src/ATen/core/Reduction.h)
     {
         "MseLossBackward0",
@@ -102,6 +107,8 @@ _MAX_GRAPH_NODES = 4096  # of all terms: penalties on the weights of some hundre
 _SCANNED = 12  # nodes below a reduction that are looked at for masks and shapes
 _VARIES = 1e-4  # relative difference from which totals of rows are unlike, beyond rounding in fp32 and softmax
 _LEAF = "torch::autograd::AccumulateGrad"
+# Modules whose hooks on saved tensors can be run before the backward: `save_on_cpu`, checkpoints without reentrance.
+_READABLE_HOOKS = ("torch.autograd.graph", "torch.utils.checkpoint")
 RATIO = "_RatioBackward"  # of `ds_hetero.runtime.loss.ratio`
 
 
@@ -247,7 +254,7 @@ def _visit(
     name = node.name()
     if name in _SUMS or name in SAME_VALUES or is_identity(node):
         yield from ((below, way.through(node)) for below in _below(node))
-    elif name in ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"):
+    elif name in _PRODUCTS:
         if (common := _common(node)) is not None:
             _add(read, node, way, Term(path="", kind="common", fingerprint=common))
             return
@@ -277,7 +284,6 @@ def _through_number(node: Node, way: _Way, read: LossTerms, of_trainer: Collecti
     """The node below a product with, or a division by, a number or a trained factor."""
     first, second = (*(below for below, _ in node.next_functions), None)[:2]
     is_division = node.name().startswith("Div")
-    saved: Any = node
     kept: Node | None
     if first is not None and second is not None:
         trained = _of_parameters(second), not is_division and _of_parameters(first)
@@ -285,13 +291,13 @@ def _through_number(node: Node, way: _Way, read: LossTerms, of_trainer: Collecti
             what = "a ratio whose denominator has gradients, as Dice" if is_division else "a product of two terms"
             raise _Unreadable(f"is {what} ({node.name()}): no sum over samples divided by their number")
         kept = first if trained[0] else second
-        number = _number(saved._saved_other if trained[0] else saved._saved_self)
+        number = _number(_saved(node, "other" if trained[0] else "self"))
         way = replace(way, outer=way.outer or node)
     elif first is None and is_division:
         raise _Unreadable(f"divides by a mean or a sum over the batch ({node.name()})")
     else:
         kept = first if first is not None else second
-        number = _number(saved._saved_other if first is not None else saved._saved_self)
+        number = _number(_saved(node, "other" if first is not None else "self"))
     assert kept is not None
     if any(node is other for other in of_trainer):
         return kept, replace(way, names=(*way.names, node.name()), extra=way.extra * number)
@@ -390,6 +396,8 @@ def _of_parameters(node: Node, constants: list[float] | None = None) -> bool:
         constants: is given the numbers in it, and a total of every difference from a tensor without gradients; left
             out, there may be no such difference.
     """
+    if not _has_operations_of_parameters(node):  # seen before anything is read, of which activations are part
+        return False
     todo: list[Node] = [node]
     seen: set[Node] = set()
     while todo:
@@ -404,23 +412,38 @@ def _of_parameters(node: Node, constants: list[float] | None = None) -> bool:
                     "inside deepspeed.zero.GatheredParameters"
                 )
             continue
-        if (one.name() not in _OF_PARAMETERS and not is_identity(one)) or len(seen) > _MOST_OF_PARAMETERS:
-            return False
         for following in _operands(one):
             if following is not None:
                 todo.append(following)
             elif not _is_number(one) and (constants is None or one.name() not in _SUMS):
                 return False
         if constants is not None and None in _operands(one) and one.name().startswith(("Mul", "Div")):
-            constants.append(_number(one._saved_other if _operands(one)[0] is not None else one._saved_self))
+            constants.append(_number(_saved(one, "other" if _operands(one)[0] is not None else "self")))
         if constants is not None and one.name() in ("PowBackward0", "AbsBackward0"):
             if any(below.name() in _SUMS for below in _below(one)):
-                constants.append(float(one._saved_self.detach().double().sum()))
+                constants.append(float(_saved(one, "self").detach().double().sum()))
         elif one.name() in ("MulBackward0", "AddBackward0", "SubBackward0") and not _pairs_alike(one):
             return False
     differences = [one for one in seen if one.name() in _SUMS and None in _operands(one) and math.prod(_shape(one)) > 1]
     saved = [below for one in seen if one.name() in ("PowBackward0", "AbsBackward0") for below in _below(one)]
     return all(one in saved for one in differences)
+
+
+def _has_operations_of_parameters(node: Node) -> bool:
+    """Whether all operations below a result are such as lead to parameters; reads nothing that nodes keep."""
+    todo: list[Node] = [node]
+    seen: set[Node] = set()
+    while todo:
+        one = todo.pop()
+        if one in seen or one.name() == _LEAF:
+            continue
+        seen.add(one)
+        if (one.name() not in _OF_PARAMETERS and not is_identity(one)) or len(seen) > _MOST_OF_PARAMETERS:
+            return False
+        if one.name() == "MmBackward0" and None in _operands(one):  # a product with data
+            return False
+        todo += _below(one)
+    return True
 
 
 def _operands(node: Node) -> list[Node | None]:
@@ -429,8 +452,8 @@ def _operands(node: Node) -> list[Node | None]:
 
 def _is_number(node: Any) -> bool:
     """Whether the operand of a node that has no gradient is a number."""
-    for name in ("_saved_other", "_saved_self"):
-        value = getattr(node, name, None)
+    for name in ("other", "self"):
+        value = _saved(node, name) if hasattr(node, f"_raw_saved_{name}") else getattr(node, f"_saved_{name}", None)
         if isinstance(value, int | float):
             return True
         if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
@@ -453,14 +476,15 @@ def _reduction(node: Node, read: LossTerms, rows: int) -> Term:
     if name in LIKELIHOODS and saved._saved_reduction in (1, 2):
         if saved._saved_reduction == 1:
             return Term(path="", kind="mean", count=float(total_weight(saved, _saved)))
-        return Term(path="", kind="sum", is_empty=float(saved._saved_total_weight) == 0)
+        return Term(path="", kind="sum", is_empty=float(_saved(node, "total_weight")) == 0)
     if name in MEANS_OF_ELEMENTS and saved._saved_reduction in (1, 2):
-        sizes = tuple(saved._saved_self.shape)
+        sizes = _shape_of_operand(node)
         if saved._saved_reduction == 1:
             return _of_elements(node, math.prod(sizes), sizes, rows)
         return Term(path="", kind="sum", is_empty=not math.prod(sizes))
     if name in _MEANS_OF_ROWS and saved._saved_reduction in (1, 2):
-        count = saved._saved_self.shape[0] if saved._saved_self.dim() > 1 else 1
+        sizes = _shape_of_operand(node)
+        count = sizes[0] if len(sizes) > 1 else 1
         return Term(path="", kind="mean" if saved._saved_reduction == 1 else "sum", count=float(count))
     if name in ("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1"):
         return _linear(node, read, rows)
@@ -470,7 +494,21 @@ def _reduction(node: Node, read: LossTerms, rows: int) -> Term:
     )
 
 
+def _shape_of_operand(node: Node) -> tuple[int, ...]:
+    """Of what a loss by element was made of: of its operands, which have one shape, one that has gradients."""
+    below, index = next((one, index) for one, index in node.next_functions if one is not None)
+    return _shape(below, index)
+
+
 def _saved(node: Any, name: str) -> Any:
+    """What a node keeps for its backward, a tensor or a number. Raises `_Unreadable`: hooks may give it but once."""
+    hook = getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None)
+    owner = getattr(hook, "__module__", None) or str(hook)
+    if hook is not None and owner not in _READABLE_HOOKS:
+        raise _Unreadable(
+            f"is made of tensors ({node.name()}) that hooks of {owner} keep for the backward, as activation offloading "
+            "does, so that what it is divided by cannot be read; compute it outside of these hooks"
+        )
     return getattr(node, f"_saved_{name}")
 
 
@@ -537,7 +575,7 @@ def _linear(node: Node, read: LossTerms, rows: int) -> Term:
                 averages |= 0 in dims or not sizes
             elif 0 in dims:
                 sums_rows, averages = True, averages and one is node
-        elif name in ("MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"):
+        elif name in _PRODUCTS:
             value = _constant(one)
             if value is None:
                 break
@@ -566,13 +604,12 @@ def _linear(node: Node, read: LossTerms, rows: int) -> Term:
         return term
     is_chosen = False
     for below in _chain(top):
-        saved: Any = below
         is_chosen |= below.name() in _CHOICES
         is_empty |= 0 in _shape(below)
         if below.name() == "WhereBackward0":
-            is_empty |= not bool(saved._saved_condition.any())
+            is_empty |= not bool(_saved(below, "condition").any())
         elif below.name() == "MaskedFillBackward0":
-            is_empty |= bool(saved._saved_mask.all())
+            is_empty |= bool(_saved(below, "mask").all())
     return Term(
         path="",
         kind="sum",
@@ -608,7 +645,7 @@ def _constant(node: Any) -> float | Weights | None:
     is_division = node.name().startswith("Div")
     if len([one for one in operands if one is not None]) != 1 or (is_division and operands[0] is None):
         return None
-    value = node._saved_other if operands[0] is not None else node._saved_self
+    value = _saved(node, "other" if operands[0] is not None else "self")
     # Of a rank with one sample the weights of samples are one number, too, as many as there are results.
     if not isinstance(value, Tensor) or (value.numel() == 1 and (not value.dim() or math.prod(_shape(node)) > 1)):
         return _number(value)

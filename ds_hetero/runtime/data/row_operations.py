@@ -11,7 +11,6 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from ds_hetero.runtime.data.loss_graph import is_identity
@@ -124,10 +123,8 @@ def _mixes(node: Any, outputs: Collection[Node], rows: int) -> str | None:
     if name == "MmBackward0":
         if all(one is not None and _reaches(one, outputs) for one in operands):
             return f"{name}, a product of two outputs of the batch"
-        other = node._saved_mat2
-        square = (
-            isinstance(other, Tensor) and not other.requires_grad and rows > 1 and tuple(_shape(node)) == (rows, rows)
-        )
+        is_by_data = operands[1] is None  # the second factor has no gradients
+        square = is_by_data and rows > 1 and _shape(node) == (rows, rows)
         return f"{name}, a product with as many columns as there are samples" if square else None
     if name in _ALONG_AN_AXIS:
         axes = getattr(node, f"_saved_{_ALONG_AN_AXIS[name]}", None)

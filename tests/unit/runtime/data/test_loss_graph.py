@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.runtime.data.loss_graph import read_terms
 from ds_hetero.runtime.data.loss_units import Batch, UnitCounts
 from ds_hetero.runtime.data.loss_weights import RankLoss, explain, weigh_terms
+from ds_hetero.runtime.data.row_operations import mixing_node
 from ds_hetero.runtime.data.sample_probe import leaving_nothing, probe_samples, raise_if_mixed
 
 WEIGHT = torch.tensor([1.0, 2.0, 4.0])
@@ -61,6 +63,62 @@ def test_terms_and_what_they_are_divided_by(
 def test_what_is_no_sum_of_such_terms_is_named(loss: Callable[[Tensor], Tensor], named: str) -> None:
     problem = read_terms(loss(_scores(5)[1]), 5).problem
     assert problem is not None and named in problem
+
+
+class _GivenOnce:
+    """Hooks that keep tensors elsewhere and forget what they have given back, as activation offloading does."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def keep(self, tensor: Tensor) -> int:
+        self._kept[len(self._kept)] = tensor
+        return len(self._kept) - 1
+
+    def give(self, key: int) -> Tensor:
+        return self._kept.pop(key)
+
+
+@pytest.mark.parametrize(
+    ("loss", "counts"),
+    [
+        (lambda w, s, y: F.cross_entropy(s, y), None),
+        (lambda w, s, y: s.sum() / torch.tensor(3.0), None),
+        (lambda w, s, y: (s * (s > 0)).sum(), None),
+        (lambda w, s, y: F.mse_loss(s, s.detach() + 1), [15]),
+        (lambda w, s, y: s.square().mean(), [15]),
+        (lambda w, s, y: (s @ s.T).mean(), [25]),
+    ],
+)
+def test_what_hooks_may_give_but_once_is_left_to_the_backward(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor], counts: list[float] | None
+) -> None:
+    hooks = _GivenOnce()
+    w, s, y = _scores(5)
+    with torch.autograd.graph.saved_tensors_hooks(hooks.keep, hooks.give):
+        value = loss(w, s, y)
+    read = read_terms(value, 5)
+    mixing_node(value.grad_fn, read.linear, [s.grad_fn], 5)
+    if counts is None:
+        assert read.problem is not None and f"hooks of {__name__}" in read.problem
+    else:
+        assert read.problem is None and [term.count for term in read.terms] == counts
+    value.backward()
+    assert w.grad is not None
+
+
+@pytest.mark.parametrize("kept_by", ["save_on_cpu", "checkpoint"])
+def test_what_torch_keeps_for_the_backward_is_read(kept_by: str) -> None:
+    w, s, y = _scores(5)
+    if kept_by == "checkpoint":
+        value = checkpoint(F.cross_entropy, s, y, WEIGHT, use_reentrant=False)
+    else:
+        with torch.autograd.graph.save_on_cpu():
+            value = F.cross_entropy(s, y, WEIGHT)
+    read = read_terms(value, 5)
+    assert read.problem is None and [term.count for term in read.terms] == [10]
+    value.backward()
+    assert w.grad is not None
 
 
 def _weigh(loss: Callable[[Tensor, Tensor, Tensor, int], Tensor], *rows: int) -> list[list[float]]:
