@@ -15,6 +15,7 @@ from ds_hetero.engine.forward_mode import Wanted, sharding
 from ds_hetero.engine.model_calls import ModelCalls, calls_of, labels_that_count
 from ds_hetero.engine.registry import PreparedModel, Registry
 from ds_hetero.engine.sharded_calls import call_sharded
+from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import BatchError, ConfigError
 from ds_hetero.job.replanning import ScheduleChange
 from ds_hetero.runtime.data.shards import IGNORE_INDEX, Batch
@@ -257,7 +258,11 @@ class Handle:
     def count_items(self, batches: Iterable[Batch]) -> Tensor:
         """Labels that count in the micro-batches of one optimizer step, over all ranks; one all_reduce."""
         labels = [labels_that_count(batch) for batch in batches]
-        return count_items(sum(part.ne(IGNORE_INDEX).sum() for part in labels), labels[0].device)
+        prepared = self.registry.in_training if self._model is None else [self._prepared]
+        models = [one.model for one in prepared]
+        is_filler = any(isinstance(one, WholeModel) and one.only_fills_up for one in models)
+        counted = 0 if is_filler else sum(part.ne(IGNORE_INDEX).sum() for part in labels)
+        return count_items(counted, labels[0].device)
 
     @contextlib.contextmanager
     def sharded(self) -> Iterator[None]:

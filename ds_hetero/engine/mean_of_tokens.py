@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hetero.engine.loader_by_mode import stands_for_none
@@ -20,6 +21,8 @@ def token_mean(
 ) -> Tensor:
     """The mean of ``values`` over the tokens of the whole batch, with a gradient of the scale that the engine averages.
 
+    With ``num_items`` micro-batches add up: each is a sum over its tokens, divided by ``num_items``, times the ranks.
+
     Args:
         values: [B, s, ...] by token of the shard, or a scalar that all ranks have alike.
         where: [B, s], the tokens that count; None for those whose labels count.
@@ -34,8 +37,12 @@ def token_mean(
         ConfigError: the replicas take different batches, and ``num_items`` is None.
     """
     counted = _counted(values, batch, where)
-    if replica is None:
+    if replica is None and (counted is None or num_items is None):
         return values if counted is None else _by_token(values)[counted].mean()
+    if replica is None:
+        assert counted is not None
+        total = _by_token(values).masked_fill(~counted, 0.0).sum()
+        return total / num_items * dist.get_world_size()
     if counted is None:
         expect_same_scalar(values, replica)
         return sequence_parallel_loss(values, 1, replica)

@@ -56,12 +56,23 @@ class ModelCalls:
         loss: Tensor = outputs.loss
         if num_items is None:
             return loss
-        factor = labels_that_count(batch).ne(IGNORE_INDEX).sum() * dist.get_world_size() / num_items
+        factor = self.count_labels(batch) * dist.get_world_size() / num_items
         return loss * factor if self._samples is None else scaled_loss(loss, factor)
+
+    def count_labels(self, batch: Batch) -> Tensor:
+        """[] labels of the batch that count: none of a copy that only fills an optimizer step up."""
+        counted = labels_that_count(batch).ne(IGNORE_INDEX).sum()
+        return counted * 0 if self._samples is not None and self._samples.only_fills_up else counted
 
     def mean(self, values: Tensor, batch: Batch, where: Tensor | None, num_items: NumItems) -> Tensor:
         """The mean over the whole batch."""
-        return token_mean(values, batch, where, None, num_items)
+        samples = self._samples
+        if samples is None or not samples.training:
+            num_items = None  # the batch is whole: its own mean is what the loss beside it is
+        term = token_mean(values, batch, where, None, num_items)
+        if samples is not None and num_items is not None and values.dim() and term.grad_fn is not None:
+            samples.times_ranks.append(term.grad_fn)
+        return term
 
 
 class _SplitCalls(ModelCalls):

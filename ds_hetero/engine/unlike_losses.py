@@ -16,7 +16,7 @@ divided by something else is weighed by micro-batch from then on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +26,14 @@ from ds_hetero.common.announce import announce
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.collectives import on_all_ranks
-from ds_hetero.runtime.data.loss_graph import LossTerms, no_nans, on_nodes, read_terms
+from ds_hetero.runtime.data.loss_graph import (
+    LINEAR,
+    LossTerms,
+    may_be_of_parameters,
+    no_nans,
+    on_nodes,
+    read_terms,
+)
 from ds_hetero.runtime.data.loss_units import UnitCounts
 from ds_hetero.runtime.data.loss_weights import (
     RTOL_OF_SUMS,
@@ -40,6 +47,7 @@ from ds_hetero.runtime.data.loss_weights import (
 from ds_hetero.runtime.data.row_operations import mixing_node
 from ds_hetero.runtime.data.sample_loader import MicroBatchWeights
 from ds_hetero.runtime.loss import scaled_loss, shown_loss
+from ds_hetero.runtime.loss.scaling import makes_scaled
 from ds_hetero.values.section import SECTION
 
 
@@ -87,17 +95,15 @@ class UnlikeLosses:
         loss: Tensor,
         batch: MicroBatchWeights,
         items: float | None,
-        of_trainer: Collection[Node],
     ) -> Tensor:
         """This rank's part of the loss of a micro-batch, times the ranks, in value and in gradient.
 
         Args:
             items: what the Trainer gave the model to divide a sum by.
-            of_trainer: see `read_terms`.
 
         Caller, Collectives, Raises: as `weigh`.
         """
-        terms, of_ranks = self._read(loss, batch, of_trainer)
+        terms, of_ranks = self._read(loss, batch)
         if self._is_declared_alone(of_ranks):
             unit = self._model.loss_convention
             assert unit is not None
@@ -125,9 +131,7 @@ class UnlikeLosses:
             release()
         self._releases = []
 
-    def _read(
-        self, loss: Tensor, batch: MicroBatchWeights, of_trainer: Collection[Node] = ()
-    ) -> tuple[LossTerms, list[RankLoss]]:
+    def _read(self, loss: Tensor, batch: MicroBatchWeights) -> tuple[LossTerms, list[RankLoss]]:
         model, name = self._model, type(self._model.model).__name__
         read: list[LossTerms] = []
         if batch.index == 0:
@@ -135,7 +139,7 @@ class UnlikeLosses:
 
         def describe() -> RankLoss:
             rows = model.rows
-            terms = read_terms(loss, rows, of_trainer)
+            terms = read_terms(loss, rows, model.times_ranks)
             read.append(terms)
             statistics = model.explain_divisors() if any(one.divisors for one in terms.terms) else {}
             by_term = [
@@ -233,6 +237,26 @@ class UnlikeLosses:
             f'Give all ranks one number of micro-batches, or say it: "{SECTION}": {{"loss": "sample_mean"}}, '
             '"label_mean" or "token_mean".'
         )
+
+
+def term_of_rank(loss: Tensor, times_ranks: Sequence[Node]) -> str | None:
+    """An operation of a part of ``loss``, which `is_scaled`, that no rank has weighed; None where there is none.
+
+    Penalties on parameters are the same on all ranks, and need no weight.
+
+    Args:
+        times_ranks: see `WholeModel.times_ranks`.
+    """
+    assert loss.grad_fn is not None
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if makes_scaled(node) or any(node is one for one in times_ranks) or may_be_of_parameters(node):
+            continue
+        if node.name() not in LINEAR:
+            return node.name()
+        todo += [below for below, _ in node.next_functions if below is not None]
+    return None
 
 
 def _two_units(name: str, counts: Sequence[float], unit: str) -> str:

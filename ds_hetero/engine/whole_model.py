@@ -57,6 +57,7 @@ class WholeModel:
         probe_pace: when samples are probed again.
         divisors: what sums in the loss are divided by, see `ds_hetero.runtime.data.loss_weights`.
         output_nodes: nodes of the graph that made the outputs of the latest forwards of training.
+        times_ranks: nodes of the latest loss that multiply by the number of ranks, which one process does not do.
         after_probe_run: lets the engine forget a forward, and a backward, of a probe; set by it.
     """
 
@@ -80,6 +81,7 @@ class WholeModel:
         self._is_checked = self._is_probed = self._is_probing = self.is_declared = False
         self.divisors: dict[str, DivisorKind] = {}
         self.output_nodes: set[Node] = set()
+        self.times_ranks: list[Node] = []
         self.after_probe_run: Callable[[], None] = lambda: None
         self._inputs: tuple[tuple[Batch, ...], dict[str, Batch]] = (), {}  # of the latest forward of training
         self._known_nodes: set[str] = set()  # kinds of nodes in the graphs of losses so far
@@ -307,6 +309,11 @@ class WholeModel:
         assert self._batch is not None
         return self._batch
 
+    @property
+    def only_fills_up(self) -> bool:
+        """Whether the micro-batch that was given last has no sample of its own, and fills an optimizer step up."""
+        return self._batch is not None and not any(self._batch.counts)
+
     def micro_step(self, steps_done: int) -> int:
         """Return the backwards since the latest optimizer step, of which the engine has done ``steps_done``."""
         if steps_done != self._steps_done:
@@ -317,6 +324,7 @@ class WholeModel:
         """The backward of a loss has been run."""
         self._num_backwards += 1
         self.output_nodes, self._inputs = set(), ((), {})
+        self.times_ranks.clear()
         if self._following:
             self._batch = self._following.pop(0)
             self._has_loss = False

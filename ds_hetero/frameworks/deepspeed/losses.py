@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hetero.engine.adapters import SplitModel
-from ds_hetero.engine.unlike_losses import UnlikeLosses
+from ds_hetero.engine.unlike_losses import UnlikeLosses, term_of_rank
 from ds_hetero.engine.whole_model import WholeModel
 from ds_hetero.errors import BatchError, ConfigError, StepError
 from ds_hetero.frameworks.deepspeed.protocols import Engine
@@ -40,6 +40,11 @@ _ADDED_TERM = (
     "weigh the term by tokens; as it is, ranks weigh alike, whose shards are unequal. Make the term with "
     "handle.mean(per_token, batch), the mean over the tokens of the whole batch of values [B, s] (handle = "
     "ds_hetero.register()). It also takes a scalar that is the same on all ranks, such as a penalty on parameters."
+)
+_TERM_OF_SAMPLES = (
+    "the loss given to backward is that of handle.loss, with num_items, plus a term ({}) of this rank's own samples, "
+    "whose weight is not known. Make the term with handle.mean(per_token, batch, num_items=num_items); or leave "
+    "num_items out of handle.loss: what every term is divided by is then read from the graph of the loss."
 )
 # Relative difference below which two ranks' losses count as one value. Ranks that follow the recipe compute with the
 # same numbers; they differ by the order of their sums, or where compilers fuse a product and a sum.
@@ -93,7 +98,11 @@ class LossScaling:
             return loss
         batch = model.batch_at(micro_step)
         assert self._weighing is not None
-        return loss if is_scaled(loss) else self._weighing.weigh(loss, batch, divisor)
+        if not is_scaled(loss):
+            return self._weighing.weigh(loss, batch, divisor)
+        if (term := term_of_rank(loss, model.times_ranks)) is not None:
+            raise ConfigError(_TERM_OF_SAMPLES.format(term))
+        return loss
 
     def release(self) -> None:
         """The backward of a loss has been run: leave its graph as it was."""

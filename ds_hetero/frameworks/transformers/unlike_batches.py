@@ -14,7 +14,6 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import Node
 from transformers import Trainer
 
 from ds_hetero.engine.ds_config import says_batches
@@ -92,7 +91,6 @@ class UnlikeSteps:
         self._trainer, self._model = trainer, model
         self._has_read, self._latest = False, None  # a batch, which fills up the steps that have too few
         self._losses = UnlikeLosses(model)
-        self._of_trainer: list[Node] = []  # multiplications by the ranks, which one process does not do
         self.is_scaling = False
         self.computes_loss_itself = type(trainer).compute_loss is not Trainer.compute_loss
 
@@ -189,12 +187,12 @@ class UnlikeSteps:
         if model.needs_probe:
             with self._noting_nothing():
                 model.expect_samples_apart(lambda batch: compute(model.model, batch, None)[0], inputs)
-        self._of_trainer = []
+        model.times_ranks.clear()
         loss, outputs = compute(engine, inputs, num_items)
         if multiplies and num_items is not None:
             self.note_multiplied(loss)
         items = None if num_items is None else float(num_items)
-        loss = self._losses.weigh_for_trainer(loss, model.latest_batch, items, self._of_trainer)
+        loss = self._losses.weigh_for_trainer(loss, model.latest_batch, items)
         if not self._takes_means_for_parts(inputs):
             loss = loss / model.latest_batch.micro_batches
         return loss, outputs
@@ -205,7 +203,7 @@ class UnlikeSteps:
         takes_items = self._trainer.model_accepts_loss_kwargs or self._trainer.compute_loss_func
         node = loss.grad_fn
         if arguments.average_tokens_across_devices and takes_items and node is not None and "Mul" in node.name():
-            self._of_trainer.append(node)
+            self._model.times_ranks.append(node)
 
     def _takes_means_for_parts(self, inputs: Batch) -> bool:
         """Whether one process adds up the means of a step's micro-batches.

@@ -289,6 +289,52 @@ def _loop(rank: int, loop: str) -> Any:
     return losses, norms, trained, sum(len(batch["labels"]) for batch in small)
 
 
+def test_labels_of_a_step_are_counted_where_a_rank_has_none_of_its_samples() -> None:
+    """The last step has one sample: a rank is given a copy of a batch, in which nothing counts."""
+    model, norms = llama(), []
+    optimizer = adam(model)
+    for batch in _steps(9):
+        optimizer.zero_grad()
+        outputs = model(**batch)
+        counted = batch["labels"][:, 1:].ne(-100)
+        (outputs.loss + 0.1 * _squares(outputs)[:, :-1][counted].mean()).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+    for ours, trained, text in run_deepspeed(_count_labels, 2):
+        np.testing.assert_allclose(ours, norms, rtol=1e-5)
+        assert_same_parameters(trained, parameters(model))
+        assert "plus a term (MeanBackward0) of this rank's own samples" in text
+
+
+def _squares(outputs: Any) -> torch.Tensor:
+    """[B, L]"""
+    squares: torch.Tensor = outputs.logits.float().logsumexp(-1).square()
+    return squares
+
+
+def _count_labels(rank: int) -> Any:
+    """Norms, parameters, and why a term of the rank's own is refused."""
+    import deepspeed
+
+    import ds_hetero
+
+    handle = ds_hetero.register()
+    model, norms = llama(), []
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config=_config(2))
+    for batch in handle.dataloader(DataLoader(samples(9), batch_size=2, collate_fn=collate)):  # type: ignore[arg-type]
+        outputs, items = engine(**batch), handle.count_items([batch])
+        term = handle.mean(_squares(outputs), batch, num_items=items)
+        engine.backward(handle.loss(outputs, batch, items) + 0.1 * term, scale_wrt_gas=False)
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    trained = parameters(model, 2)
+    batch = next(iter(handle.dataloader(DataLoader(samples(9), batch_size=2, collate_fn=collate))))  # type: ignore[arg-type]
+    outputs, items = engine(**batch), handle.count_items([batch])
+    with pytest.raises(ds_hetero.ConfigError) as caught:
+        engine.backward(handle.loss(outputs, batch, items) + 0.1 * _squares(outputs).mean())
+    return norms, trained, str(caught.value)
+
+
 # --- by speed -----------------------------------------------------------------------------------------
 
 
