@@ -10,7 +10,8 @@ Here the parts of such parameters are cleared as the first backward of a step en
 nothing is written.
 
 Where the optimizer is offloaded, DeepSpeed gives it the gradients that the last backward of a step has reached. Those
-that an earlier micro-batch alone has reached are given to it here.
+that an earlier micro-batch alone has reached are given to it here, and refused on releases before 0.19, which have no
+function for it.
 
     DeepSpeedZeroOptimizer_Stage3              here
     partition_grads(params, ...)               these have gradients of the step that runs
@@ -21,14 +22,16 @@ that an earlier micro-batch alone has reached are given to it here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
+from ds_hetero.errors import StepError
 from ds_hetero.frameworks.deepspeed.protocols import Engine, ZeroParameter
 
 # Private names of the optimizer; the last three are looked for, since releases before 0.19 do not have them.
@@ -40,18 +43,22 @@ _SWAP_OUT = "_swap_out_offload_fp32_gradients"
 def clear_stale_gradients(engine: Engine) -> None:
     """Let ZeRO-3 have zeros for what the first backward of a step does not reach; other stages are left alone."""
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
-        _Freshness(engine.optimizer)
+        _Freshness(engine.optimizer, {getattr(p, "ds_id", None): name for name, p in engine.module.named_parameters()})
 
 
 class _Freshness:
-    """Which parameters of an optimizer have gradients of the step that runs, and which have older ones."""
+    """Which parameters of an optimizer have gradients of the step that runs, and which have older ones.
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    Args:
+        names: of parameters, by ds_id.
+    """
+
+    def __init__(self, optimizer: Any, names: Mapping[int | None, str]) -> None:
+        self._optimizer, self._names = optimizer, names
         self._fresh: dict[int, ZeroParameter] = {}  # with a gradient of the step that runs, by ds_id
         self._stale: dict[int, ZeroParameter] = {}  # with one of a step before
         self._reached: set[int] = set()  # by the backward that runs
-        # Before 0.19 there is no function that gives an offloaded optimizer a gradient.
+        # Whether the release has the function that gives an offloaded optimizer a gradient.
         self._can_give = optimizer.offload_optimizer and hasattr(optimizer, _GIVE)
         self._partition = optimizer.partition_grads
         self._end_backward = optimizer.independent_gradient_partition_epilogue
@@ -69,12 +76,18 @@ class _Freshness:
         return self._partition(params, shards)
 
     def _clear(self) -> None:
-        """End a backward: the gradients of a step before go, where this one has none."""
+        """End a backward: the gradients of a step before go, where this one has none.
+
+        Raises:
+            StepError: gradients of this step would not be stepped by; on every rank, which reach the same parameters.
+        """
         self._end_backward()
         optimizer, stale = self._optimizer, list(self._stale.values())
         missed = [param for ds_id, param in self._fresh.items() if ds_id not in self._reached]
         self._stale, self._reached = {}, set()
-        missed = missed if self._can_give and optimizer.is_gradient_accumulation_boundary() else []
+        missed = missed if optimizer.offload_optimizer and optimizer.is_gradient_accumulation_boundary() else []
+        if missed and not self._can_give:
+            raise StepError(self._not_given(missed))
         if not stale and not missed:
             return
         with get_accelerator().stream(optimizer.reduce_and_partition_stream), torch.no_grad():
@@ -83,6 +96,15 @@ class _Freshness:
             self._give_to_optimizer(missed)
         if not get_accelerator().resolves_data_dependency():
             optimizer.reduce_and_partition_stream.synchronize()
+
+    def _not_given(self, params: Sequence[ZeroParameter]) -> str:
+        names = sorted(self._names.get(param.ds_id, str(param.ds_id)) for param in params)
+        return (
+            f"{len(names)} parameters, such as {names[0]}, have gradients of an earlier micro-batch of this step and "
+            f"none of its last one. ZeRO-3 of DeepSpeed {deepspeed.__version__} with offload_optimizer leaves them "
+            "out. "
+            "Install deepspeed>=0.19.8,<0.20, leave offload_optimizer out, or set gradient_accumulation_steps to 1."
+        )
 
     def _give_to_optimizer(self, params: Sequence[ZeroParameter]) -> None:
         """As ``partition_grads`` does with what the last backward reaches."""
