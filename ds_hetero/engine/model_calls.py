@@ -67,10 +67,12 @@ class ModelCalls:
     def mean(self, values: Tensor, batch: Batch, where: Tensor | None, num_items: NumItems) -> Tensor:
         """The mean over the whole batch."""
         samples = self._samples
-        if samples is None or not samples.training:
-            num_items = None  # the batch is whole: its own mean is what the loss beside it is
+        if samples is None or not samples.training or num_items is None or not values.dim():
+            return token_mean(values, batch, where, None, None)  # the batch's own, as the loss beside it
+        if samples.only_fills_up:
+            where = torch.zeros(values.shape[:2], dtype=torch.bool, device=values.device)
         term = token_mean(values, batch, where, None, num_items)
-        if samples is not None and num_items is not None and values.dim() and term.grad_fn is not None:
+        if term.grad_fn is not None:
             samples.times_ranks.append(term.grad_fn)
         return term
 

@@ -101,7 +101,7 @@ class _Freshness:
         names = sorted(self._names.get(param.ds_id, str(param.ds_id)) for param in params)
         return (
             f"{len(names)} parameters, such as {names[0]}, have gradients of an earlier micro-batch of this step and "
-            f"none of its last one. ZeRO-3 of DeepSpeed {deepspeed.__version__} with offload_optimizer leaves them out. "
+            f"none of its last one. ZeRO-3 of DeepSpeed {deepspeed.__version__} with offload_optimizer drops them. "
             "Install deepspeed>=0.19.8,<0.20, leave offload_optimizer out, or set gradient_accumulation_steps to 1."
         )
 
