@@ -37,12 +37,13 @@ def token_mean(
         ConfigError: the replicas take different batches, and ``num_items`` is None.
     """
     counted = _counted(values, batch, where)
-    if replica is None and (counted is None or num_items is None):
-        return values if counted is None else _by_token(values)[counted].mean()
-    if replica is None:
-        assert counted is not None
-        total = _by_token(values).masked_fill(~counted, 0.0).sum()
-        return total / num_items * dist.get_world_size()
+    if replica is None and counted is None:
+        return values
+    if replica is None and counted is not None:
+        if num_items is None:
+            return _by_token(values)[counted].mean()
+        return _by_token(values).masked_fill(~counted, 0.0).sum() / num_items * dist.get_world_size()
+    assert replica is not None
     if counted is None:
         expect_same_scalar(values, replica)
         return sequence_parallel_loss(values, 1, replica)

@@ -224,7 +224,8 @@ class UnlikeLosses:
             (shares,) = shares_by_rank
             if not _are_equal(shares, [count / math.fsum(weight.counts) / averaged for count in weight.counts]):
                 self._weighed_by_step.add(path)
-            return dist.get_world_size() * divisor * shares[dist.get_rank()]
+            share: float = shares[dist.get_rank()]
+            return dist.get_world_size() * divisor * share
         if is_of_one:
             self._of_micro_batches.add(path)
             if path in self._weighed_by_step:

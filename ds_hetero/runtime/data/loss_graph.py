@@ -107,7 +107,8 @@ _MAX_GRAPH_NODES = 4096  # of all terms: penalties on the weights of some hundre
 _SCANNED = 12  # nodes below a reduction that are looked at for masks and shapes
 _VARIES = 1e-4  # relative difference from which totals of rows are unlike, beyond rounding in fp32 and softmax
 _LEAF = "torch::autograd::AccumulateGrad"
-# Modules whose hooks on saved tensors can be run before the backward: `save_on_cpu`, checkpoints without reentrance.
+# Modules whose hooks on saved tensors can be run before the backward: `torch.autograd.graph.save_on_cpu`, and
+# checkpoints without reentrance.
 _READABLE_HOOKS = ("torch.autograd.graph", "torch.utils.checkpoint")
 RATIO = "_RatioBackward"  # of `ds_hetero.runtime.loss.ratio`
 

@@ -19,6 +19,7 @@ RTOL_FP64 = 1e-9
 RTOL_8BIT = 0.2
 # A parameter that hardly changes is compared with the parameter that changes most.
 FLOOR = 1e-3
+_LEAST = 1e-30  # below any change of fp32 that is no rounding
 # Of a parameter's own value: four steps, each rounded to half of a last bit.
 ROUNDING_FP32, ROUNDING_FP64 = 4 * 2.0**-24, 4 * 2.0**-53
 
@@ -133,7 +134,8 @@ def _errors_of_parameters(ranks: Sequence[Trained], expected: Trained, tolerance
                 continue
             rounding = tolerance.rounding * float(np.linalg.norm(expected.parameters[name])) / tolerance.relative
             off = _norm_without_largest(value - expected.parameters[name], tolerance.ignored)
-            yield off / (float(changes[name]) + FLOOR * largest + rounding), name
+            scale = float(changes[name]) + FLOOR * largest + rounding
+            yield off / max(scale, _LEAST), name  # of zeros that no step has changed the scale is zero
 
 
 def _errors_of_losses(ranks: Sequence[Trained], expected: Trained) -> Any:
