@@ -117,6 +117,8 @@ PRIVATE_NAMES = (
     "deepspeed.runtime.engine:BFLOAT16",
     "deepspeed.runtime.engine:DeepSpeedZeroOptimizer",
     "deepspeed.runtime.engine:ZERO_OPTIMIZATION",
+    "deepspeed.runtime.fp16.fused_optimizer:FP16_Optimizer.initialize_optimizer_states",
+    "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer.initialize_optimizer_states",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp:get_sequence_parallel_world_size",
     "deepspeed.runtime.superoffload.superoffload_stage3:SuperOffloadOptimizer_Stage3",
     "deepspeed.runtime.zero.config:get_zero_config",

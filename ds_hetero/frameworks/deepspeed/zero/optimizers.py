@@ -24,6 +24,8 @@ import deepspeed.runtime.engine as engine_module
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -42,7 +44,7 @@ from ds_hetero.frameworks.deepspeed.zero.stage3 import make_stage3_optimizer
 from ds_hetero.frameworks.deepspeed.zero.stage3_checkpoint import Stage3Checkpoints
 from ds_hetero.frameworks.deepspeed.zero.stage3_checks import check_nodes, check_stage3
 from ds_hetero.frameworks.deepspeed.zero.stage12 import WeightedZeroOptimizer
-from ds_hetero.frameworks.deepspeed.zero.user_optimizer import keep_adagrad, why_inexact
+from ds_hetero.frameworks.deepspeed.zero.user_optimizer import keep_adagrad, take_no_step, why_inexact
 from ds_hetero.frameworks.deepspeed.zero.weighted_shards import shard_of
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.sharding.zero_partition import check_weights, is_even, node_sizes
@@ -207,7 +209,7 @@ def expect_possible(
 
 @contextlib.contextmanager
 def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float], nodes: Nodes | None) -> Iterator[None]:
-    """Let an engine that is built inside take our optimizer for its ZeRO stage, if there is one."""
+    """Let an engine that is built inside take our optimizer for its ZeRO stage, if there is one, and take no step."""
     patches = Patches()
     training = read_training_facts(ds_config)
     if ours := OPTIMIZERS.get(training.zero_stage):
@@ -215,6 +217,8 @@ def optimizers_in_place(ds_config: DsConfig, weights: Sequence[float], nodes: No
         patches.replace(importlib.import_module(ours.module), ours.name, around(_choose, make))
     for stock in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3):
         patches.replace(stock, "initialize_optimizer_states", around(keep_adagrad))
+    for stock_of_half in (FP16_Optimizer, FP16_UnfusedOptimizer):
+        patches.replace(stock_of_half, "initialize_optimizer_states", around(take_no_step))
     in_fp32 = training.accumulates_in_fp32 and training.mixed_precision == "bfloat16"
     if training.zero_stage == 1 and not is_even(weights) and in_fp32:
         # For bf16 parameters and fp32 accumulation DeepSpeed has an optimizer of its own, with equal partitions. The

@@ -1,10 +1,16 @@
-"""The script's optimizer under ZeRO 1 to 3: it steps on flat shards of parameters, and stays the script's object.
+"""The script's optimizer inside DeepSpeed's: it steps on other tensors than the script gave it, and stays its object.
+
+On ZeRO 1 to 3 these are flat shards of parameters; without ZeRO, in 16 bits, copies in fp32.
 
 DeepSpeed makes torch's Adagrad anew, since that makes its state when it is made: of all parameters in one group, by the
 defaults, so that rates and decays of groups, and every scheduler of the script's, are lost. Here the object stays, and
 gets the state of the flat shards.
 
 What an optimizer computes of a parameter as a whole, it would compute of a shard of many parameters instead.
+
+Without ZeRO, in 16 bits, DeepSpeed takes a step with gradients of zero while it builds the engine, so that the state is
+there. It counts: Adam corrects its moments as of the second step in the first one, which becomes a quarter smaller, and
+weights decay once more. That step is left out.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hetero.engine.patching import Function
@@ -63,11 +70,29 @@ def keep_adagrad(stock: Function, zero_optimizer: Any) -> None:
     zero_optimizer.optimizer = optimizer
     optimizer.state.clear()
     stage3_flats = getattr(zero_optimizer, "fp32_partitioned_groups_flat", None)
-    for flat in zero_optimizer.single_partition_of_fp32_groups if stage3_flats is None else stage3_flats:
-        # As torch's Adagrad.__init__ does for its parameters, by the default of all groups.
-        optimizer.state[flat] = {
+    _begin_adagrad(optimizer, zero_optimizer.single_partition_of_fp32_groups if stage3_flats is None else stage3_flats)
+
+
+def take_no_step(stock: Function, half_optimizer: Any) -> None:
+    """In the place of ``initialize_optimizer_states`` of optimizers of 16 bits without ZeRO, while an engine is built.
+
+    All but torch's Adagrad make their state at their first step. DeepSpeed's 1-bit optimizers take the step of zeros as
+    the one that makes it, and nothing else.
+    """
+    optimizer = half_optimizer.optimizer
+    if hasattr(optimizer, "initialize"):  # 1-bit, of DeepSpeed 0.18.9: deepspeed/runtime/fp16/onebit/adam.py
+        stock(half_optimizer)
+    elif isinstance(optimizer, torch.optim.Adagrad):
+        optimizer.state.clear()
+        _begin_adagrad(optimizer, [copy for group in optimizer.param_groups for copy in group["params"]])
+
+
+def _begin_adagrad(optimizer: torch.optim.Adagrad, tensors: Sequence[Tensor]) -> None:
+    """Make its state as torch's ``Adagrad.__init__`` does for its parameters, by the default of all groups."""
+    for tensor in tensors:
+        optimizer.state[tensor] = {
             "step": torch.tensor(0.0, dtype=torch.float32),
-            "sum": torch.full_like(flat, optimizer.defaults["initial_accumulator_value"]),
+            "sum": torch.full_like(tensor, optimizer.defaults["initial_accumulator_value"]),
         }
 
 
