@@ -48,7 +48,7 @@ class Job:
     says: ClassVar[str] = ""  # regular expression that a right message matches
     world: ClassVar[int] = 2
     stage: ClassVar[int] = 1
-    schedule: ClassVar[Any] = UNEVEN_2
+    schedule: ClassVar[Any] = UNEVEN_2  # None where models run whole
     section: ClassVar[Mapping[str, Any]] = {}
     keys: ClassVar[Mapping[str, Any]] = {}
     accumulation: ClassVar[int] = 1
@@ -88,6 +88,11 @@ class Job:
 
     def batches(self) -> list[dict[str, Tensor]]:
         return whole_batches(STEPS * self.accumulation)
+
+    def loader(self) -> Iterable[Any]:
+        """The batches on this rank."""
+        shards: Iterable[Any] = self.handle.dataloader(self.batches(), batches="same")
+        return shards
 
     def ready(self) -> None:
         """The engine has been built."""
@@ -153,7 +158,7 @@ class Job:
             batches: Iterable[Any] = [_as_one_process(batch) for batch in self.batches()]
         else:
             self._build(checks)
-            batches = self.handle.dataloader(self.batches(), batches="same")
+            batches = self.loader()
         trace.start = self._parameters()
         self.ready()
         loss_of_step = 0.0
@@ -163,10 +168,10 @@ class Job:
             loss_of_step += loss / self.accumulation
             if (number + 1) % self.accumulation == 0:
                 self.before_step()
-            self._step(number)
+            is_taken = self._step(number)
             if (number + 1) % self.accumulation == 0:
                 trace.losses.append(loss_of_step)
-                trace.steps += 1
+                trace.steps += is_taken
                 print(f"{STEPS_TAKEN} {trace.steps}", flush=True)
                 loss_of_step = 0.0
                 self.after_step()
@@ -182,12 +187,14 @@ class Job:
             self.engine.backward(loss)
         return float(loss.detach())
 
-    def _step(self, number: int) -> None:
+    def _step(self, number: int) -> bool:
+        """Let the optimizer step where it is due; False where this rank leaves that out."""
         if not self.alone:
             self.engine.step()
         elif (number + 1) % self.accumulation == 0:
             self.optimizer.step()
             self.optimizer.zero_grad()
+        return True
 
     def _build(self, checks: bool) -> None:
         import deepspeed
@@ -204,7 +211,7 @@ class Job:
             "zero_optimization": {"stage": self.stage, **SMALL_BUCKETS},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": 0.0,  # DeepSpeed clips to 1.0 where it is told nothing
-            "heterogeneity": {"schedule": self.schedule, **self.section, **off},
+            "heterogeneity": {**({} if self.schedule is None else {"schedule": self.schedule}), **self.section, **off},
             **self.keys,
         }
         self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)

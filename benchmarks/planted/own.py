@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from benchmarks.planted.job import IGNORED, LENGTH, STEPS, Job, num_ranks, token_losses, whole_batches
 from tests.integration.tiny import UNEVEN_4, VOCAB, llama
@@ -126,6 +127,21 @@ class FrozenLater(Job):
         if self.is_culprit:
             self.model.model.layers[1].mlp.requires_grad_(False)
         return batch
+
+
+class FrozenWhole(FrozenLater):
+    name = "frozen where models run whole"
+    what = "the same on ranks that take 3 and 1 samples"
+    schedule = None
+    section = {"batch": [3, 1]}
+
+    def batches(self) -> list[dict[str, Tensor]]:
+        return whole_batches(STEPS, batch_size=4)
+
+    def loader(self) -> Iterable[Any]:
+        rows = [{name: entry[row] for name, entry in batch.items()} for batch in self.batches() for row in range(4)]
+        samples: Any = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+        return self.handle.dataloader(samples)
 
 
 class DepthByRank(Job):
@@ -572,10 +588,8 @@ class SkippedStep(Job):
             return 0.0
         return super()._backward(batch)
 
-    def _step(self, number: int) -> None:
-        if self.is_beginning:
-            return
-        super()._step(number)
+    def _step(self, number: int) -> bool:
+        return False if self.is_beginning else super()._step(number)
 
 
 class Frequencies(Job):
@@ -628,6 +642,7 @@ OWN: list[type[Job]] = [
     RateOfOneRank,
     FrozenOnOneRank,
     FrozenLater,
+    FrozenWhole,
     DepthByRank,
     TokenDropout,
     PoolInTraining,

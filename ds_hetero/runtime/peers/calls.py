@@ -20,6 +20,7 @@ FORWARD = "a forward"
 BACKWARD = "a backward"
 STEP = "the engine's step"
 SAVE = "the saving of a checkpoint"
+SWITCH = "a comparison of requires_grad, which has changed on it (freeze and unfreeze parameters on every rank alike)"
 INTERRUPTED = ", which ended with "
 REMEDY = (
     "Every rank has to use every batch and to make the same calls. Decide `continue`, `break`, the end of training and "

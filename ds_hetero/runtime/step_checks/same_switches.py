@@ -12,6 +12,7 @@ from zlib import crc32
 
 from torch import nn
 
+from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.model_switches import (
     AUTOCAST,
     REQUIRES_GRAD,
@@ -21,7 +22,11 @@ from ds_hetero.runtime.model_switches import (
     checksum,
     unlike,
 )
+from ds_hetero.runtime.peers.calls import SWITCH, own_calls
+from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.step_checks.protocol import Undecided, Verdict
+
+_COMPARING = "comparing requires_grad, which has changed there (freeze and unfreeze parameters on every rank alike)"
 
 
 class _Switches(NamedTuple):
@@ -46,17 +51,55 @@ class SameSwitches:
     def __init__(self, module: nn.Module, *, is_split: bool) -> None:
         self._modules, self._parameters = list(module.modules()), list(module.parameters())
         self._is_split = is_split
+        self._trained = self._what_is_trained()  # when it was compared last
         self._autocast: set[str] = set()  # under which forwards of the step ran
 
     def note_forward(self, device_type: str) -> None:
-        """The script calls the engine."""
+        """The script calls the engine, to train.
+
+        Caller: every rank of the world.
+        Collectives: those of `_agree_on_trained`, where the model is not split.
+
+        Raises:
+            ModelError: see `_agree_on_trained`.
+            StepError: see `_agree_on_trained`.
+        """
         self._autocast.add(str(autocast_dtype(device_type)))
+        if not self._is_split:  # else it is compared at every forward
+            self._agree_on_trained()
+
+    def _agree_on_trained(self) -> None:
+        """Compare what is trained where that has changed on this rank.
+
+        Ranks that run a model whole exchange nothing before the backward, where messages of ranks that train other
+        parameters have other sizes. A rank on which nothing has changed goes on into its backward and waits there: its
+        record of calls lacks this comparison, by which it is told from one that goes the same way.
+
+        Caller: every rank of the world on which it has changed.
+        Collectives: one `on_all_ranks`, where it has.
+
+        Raises:
+            ModelError: it is not the same on all ranks; on every rank.
+            StepError: it has not changed on the others.
+        """
+        trained = self._what_is_trained()
+        if trained == self._trained:
+            return
+        self._trained = trained
+        own_calls.record(SWITCH)
+        with waiting_for_peers(_COMPARING):
+            by_rank = on_all_ranks(lambda: trained)
+        if len(set(by_rank)) > 1:
+            raise unlike(REQUIRES_GRAD, by_checksum(by_rank))
+
+    def _what_is_trained(self) -> int:
+        return checksum(parameter.requires_grad for parameter in self._parameters)
 
     def numbers(self) -> Sequence[float]:
         """See `StepCheck`."""
         autocast, self._autocast = sorted(self._autocast), set()
         return _Switches(
-            requires_grad=checksum(parameter.requires_grad for parameter in self._parameters),
+            requires_grad=self._what_is_trained(),
             training=checksum(module.training for module in self._modules),
             autocast=crc32(repr(autocast).encode()),
             hooks=checksum(_num_hooks(parameter) for parameter in self._parameters),
