@@ -25,7 +25,15 @@ from ds_hetero.runtime.data.shard_info import ShardInfo
 from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.pipeline.batches import StageBatch
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.step_checks import AsLoaded, ClassLoss, ComparisonPace, TokenFactors, TokenWeights
+from ds_hetero.runtime.step_checks import (
+    AsLoaded,
+    ClassLoss,
+    ComparisonPace,
+    GraphChanges,
+    LocalWeights,
+    TokenFactors,
+    TokenWeights,
+)
 from ds_hetero.runtime.step_clock import StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows
 from ds_hetero.values.plans import Plan
@@ -58,6 +66,9 @@ class BatchChecks(Protocol):
     def check_same_batch(self, batch: Batch) -> None:
         """Check the model with a whole batch that all ranks of the replica hold, if it can show something new."""
 
+    def check_again(self) -> None:
+        """Check the model with what was compared last, since it may have changed. Raises `ModelError`."""
+
 
 class SplitModel(Protocol):
     """A model that is split over the sequence; its counterpart is `ds_hetero.engine.whole_model.WholeModel`."""
@@ -75,7 +86,9 @@ class SplitModel(Protocol):
     checks: BatchChecks
     token_weights: TokenWeights | None
     token_factors: TokenFactors | None
+    local_weights: LocalWeights | None
     pace: ComparisonPace
+    graphs: GraphChanges | None
     class_loss: ClassLoss | None
     as_loaded: AsLoaded | None
 

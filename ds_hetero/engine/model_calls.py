@@ -112,6 +112,9 @@ class _SplitCalls(ModelCalls):
             return sequence_parallel_loss(loss_sum, num_tokens, replica, num_items, divisor)
 
     def mean(self, values: Tensor, batch: Batch, where: Tensor | None, num_items: NumItems) -> Tensor:
+        local_weights = self._model.local_weights
+        if local_weights is not None and torch.is_grad_enabled():
+            local_weights.note_values(values)
         return token_mean(values, batch, where, self._model.replica, num_items)
 
 

@@ -65,6 +65,8 @@ class WholeModel:
     latest_positions: None = None  # None, since no batch is cut
     token_weights: None = None  # None, since no loss is of a part of a batch
     token_factors: None = None
+    local_weights: None = None
+    graphs: None = None  # their operations are compared with those before at every micro-batch
     as_loaded: None = None  # likewise
     places_documents = takes_shards = waits_in_forward = False
 

@@ -13,6 +13,8 @@ from ds_hetero.runtime.step_checks import (
     RTOL_HALF_UPDATES,
     AsLoaded,
     ClassLoss,
+    GraphChanges,
+    LocalWeights,
     SameSwitches,
     StepCheck,
     TokenFactors,
@@ -32,8 +34,10 @@ def checks_of_model(hooked: SplitEngine) -> list[StepCheck]:
     if not isinstance(model, WholeModel):
         model.token_weights = TokenWeights(model, engine.gradient_accumulation_steps(), scales=engine.fp16_enabled())
         model.token_factors = TokenFactors(model, engine.gradient_accumulation_steps())
-        model.as_loaded = AsLoaded(model)
-        checks += [model.as_loaded, model.token_weights, model.token_factors, model.pace]
+        model.local_weights = LocalWeights(model)
+        model.as_loaded, model.graphs = AsLoaded(model), GraphChanges()
+        checks += [model.as_loaded, model.token_weights, model.token_factors, model.local_weights]
+        checks += [model.pace, model.graphs]
         if name := model.class_with_own_forward:
             model.class_loss = ClassLoss(name)
             checks.append(model.class_loss)

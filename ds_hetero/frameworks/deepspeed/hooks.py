@@ -133,10 +133,19 @@ def check_step(hooked: HookedEngine) -> None:
         hooked.checks.judge()
 
 
-def note_switches(hooked: SplitEngine) -> None:
-    """Before a forward of training: note what it runs under."""
+def note_forward(hooked: SplitEngine) -> None:
+    """Before a forward of training: note what it runs under, and where its graph begins."""
     if hooked.switches is not None and torch.is_grad_enabled():
         hooked.switches.note_forward(default_device().type)
+    if hooked.model.graphs is not None and torch.is_grad_enabled():
+        hooked.model.graphs.note_forward()
+
+
+def compare_changed(hooked: SplitEngine) -> None:
+    """Before the optimizer's step, where losses were made of other operations: compare a piece of a batch again."""
+    model = hooked.model
+    if not isinstance(model, WholeModel) and model.graphs is not None and model.graphs.take_change():
+        model.checks.check_again()
 
 
 def refuse_batch_sizes(hooked: HookedEngine) -> None:
@@ -239,6 +248,8 @@ def scale_loss(
     accumulation_steps = hooked.engine.gradient_accumulation_steps()
     divisor = accumulation_steps if scale_wrt_gas else 1
     whole = hooked.model if isinstance(hooked.model, WholeModel) else None
+    if hooked.model.graphs is not None:
+        hooked.model.graphs.note_backward(loss)
     with hooked.clock.phase(IDLE, "loss"):
         micro_step = 0 if whole is None else whole.micro_step(hooked.engine.global_steps)
         loss = hooked.scaling.scale(loss, divisor, micro_step)

@@ -83,6 +83,9 @@ class LossScaling:
         factors = self._model.token_factors
         if factors is not None and not is_scaled(loss):
             factors.note_backward(loss)
+        local_weights = self._model.local_weights
+        if local_weights is not None and not is_scaled(loss):
+            local_weights.note_values(loss)
         if isinstance(self._model, WholeModel):
             loss = self._by_unit(self._model, loss, divisor, micro_step)
         elif not is_scaled(loss):

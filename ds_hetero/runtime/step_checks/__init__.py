@@ -3,12 +3,14 @@
 protocol   a check: this rank's few numbers, and a verdict from the numbers of all ranks
 exchange   all checks of one engine: one exchange per optimizer step
 comparison_pace   when a piece of a batch is compared again
+graph_changes   whether a piece of a batch has to be compared since losses are made of other operations
 as_loaded   places and labels that a forward is given are those of the loader
 same_switches   what of the model is trained and how it runs is the same on every rank
 same_values   parameters, buffers and averaged gradients are the same on every rank
 stage_buffers   forwards of a stage of a pipeline leave its buffers as they are
 token_weights   the weight of each label in the gradient of the loss
 token_factors   the factor of each rank's sums over tokens in the loss
+local_weights   the numbers by which tokens are multiplied in the loss are not made of a rank's part alone
 class_loss   the loss that a model's class computes itself, beside the cross entropy of its logits
 """
 
@@ -16,6 +18,8 @@ from ds_hetero.runtime.step_checks.as_loaded import AsLoaded
 from ds_hetero.runtime.step_checks.class_loss import ClassLoss
 from ds_hetero.runtime.step_checks.comparison_pace import ComparisonPace
 from ds_hetero.runtime.step_checks.exchange import StepChecks
+from ds_hetero.runtime.step_checks.graph_changes import GraphChanges
+from ds_hetero.runtime.step_checks.local_weights import LocalWeights
 from ds_hetero.runtime.step_checks.protocol import StepCheck, Undecided, Verdict
 from ds_hetero.runtime.step_checks.same_switches import SameSwitches
 from ds_hetero.runtime.step_checks.same_values import (
@@ -35,6 +39,8 @@ __all__ = [
     "AsLoaded",
     "ClassLoss",
     "ComparisonPace",
+    "GraphChanges",
+    "LocalWeights",
     "SameSwitches",
     "StageBuffers",
     "StepCheck",

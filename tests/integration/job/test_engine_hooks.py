@@ -9,7 +9,7 @@ import ds_hetero
 from tests.support import run_deepspeed
 
 ORDER = {
-    "forward": ["note_switches", "find_unit", "record_common_forward", "time_forward", "name_lost_peers"],
+    "forward": ["note_forward", "find_unit", "record_common_forward", "time_forward", "name_lost_peers"],
     "backward": ["record_call", "time_backward", "name_lost_peers", "scale_loss"],
     "step": [
         "around_step",
@@ -21,6 +21,7 @@ ORDER = {
         "expect_scaled",
         "forget",
         "check_step",
+        "compare_changed",
     ],
     "zero_grad": ["forget"],
     "_backward_prologue": ["begin"],

@@ -52,7 +52,15 @@ from ds_hetero.runtime.data.shard_info import ShardInfo, is_placeholder, shard_i
 from ds_hetero.runtime.data.shards import PACKING, Entries, is_shard
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.runtime.replica import Replica
-from ds_hetero.runtime.step_checks import AsLoaded, ClassLoss, ComparisonPace, TokenFactors, TokenWeights
+from ds_hetero.runtime.step_checks import (
+    AsLoaded,
+    ClassLoss,
+    ComparisonPace,
+    GraphChanges,
+    LocalWeights,
+    TokenFactors,
+    TokenWeights,
+)
 from ds_hetero.runtime.step_clock import IDLE, StepClock
 from ds_hetero.values.placement import Placement, Placer, Rows, stream_placement
 from ds_hetero.values.schedule import Schedule
@@ -80,7 +88,10 @@ class ShardedModel:
         asked_for_documents: the section has them placed, so that rows are joined and the loader reads ahead.
         token_weights: checks the loss of every step; None without checks.
         token_factors: checks the losses that the script computes; None without checks.
+        local_weights: checks by what they multiply tokens; None without checks.
         pace: when a piece of a batch is compared again.
+        graphs: whether losses are made of other operations than before; None without checks.
+        compare_again: compares what was compared last, and passed; None before that.
         num_comparisons: pieces of batches that were compared, whole and sharded; the same on every rank.
         class_loss: checks the loss that the model's class computes itself; None for transformers' classes, and without
             checks.
@@ -98,7 +109,10 @@ class ShardedModel:
         self.latest_positions: Tensor | None = None
         self.token_weights: TokenWeights | None = None
         self.token_factors: TokenFactors | None = None
+        self.local_weights: LocalWeights | None = None
         self.pace = ComparisonPace("first_batch")
+        self.graphs: GraphChanges | None = None
+        self.compare_again: Callable[[], None] | None = None
         self.class_loss: ClassLoss | None = None
         self.as_loaded: AsLoaded | None = None
         # Asked at every forward what is trained; the self-check puts other parameters in their places for a while.
@@ -315,6 +329,9 @@ class ShardedModel:
         self._checked.clear()
         self.num_comparisons = 0
         self.pace.restart()
+        self.compare_again = None
+        if self.graphs is not None:
+            self.graphs.restart()
 
     def place_documents(self, placer: Placer | None, *, asked_for: bool = True) -> None:
         """Place the batches that are drawn from now on by their documents. Raises `ConfigError`: the model has towers.

@@ -108,6 +108,19 @@ class SelfCheck:
                 check_batch(self._model, batch, is_of_call=True)
             self._model.note_checked(features)
 
+    def check_again(self) -> None:
+        """Compare what was compared last once more, since the model may have changed. Raises `ModelError`.
+
+        Caller: every rank of the world, between a backward and the optimizer's step.
+        Collectives: those of `check_batch`, if something has been compared and comparisons are repeated.
+        """
+        model = self._model
+        if model.compare_again is None or model.pace.every in ("off", "first_batch") or not model.is_split:
+            return
+        with model.pace.comparing():
+            model.compare_again()
+        model.note_checked(frozenset())
+
 
 def check_batch(model: ShardedModel, batch: Batch | None, *, is_of_call: bool = False) -> None:
     """Compare the unsharded and the sharded run of a piece of a batch on every rank. Raises `ModelError`.
@@ -148,14 +161,17 @@ def check_batch(model: ShardedModel, batch: Batch | None, *, is_of_call: bool = 
     differences = compared.differences
     if not differences and not refusal:
         _compare_in_training(model, runs, compared)
+        model.compare_again = lambda: _expect_same(model, Runs(model, piece, module))
         if has_left_padding(piece):
             _look_at_padding(model, batch, module)
         return
     if marked_by:
         # One process may let documents see each other where this engine does not. Inside one document, both are the
         # same: a difference that is left there is a fault.
-        runs = Runs(model, _first_piece(model, batch, inside_document=True), module)
+        inside = _first_piece(model, batch, inside_document=True)
+        runs = Runs(model, inside, module)
         differences = _differences(model, runs)
+        model.compare_again = lambda: _expect_same(model, Runs(model, inside, module))
     if differences:
         raise ModelError(_refusal(model, runs, *differences[0]))
     action = f"refuses a packed batch ({refusal})" if refusal else "lets the documents of a packed batch see each other"
@@ -171,7 +187,12 @@ def _check_window(model: ShardedModel, batch: Batch | None) -> None:
     first_rank = has_batch.index(True)
     shared_batch = on_all_ranks(lambda: dict(batch or {}) if dist.get_rank() == first_rank else None)[first_rank]
     assert shared_batch is not None
-    runs = WindowRuns(model, shared_batch)
+    _expect_same(model, WindowRuns(model, shared_batch))
+    model.compare_again = lambda: _expect_same(model, WindowRuns(model, shared_batch))
+
+
+def _expect_same(model: ShardedModel, runs: Runs) -> None:
+    """Compare a piece in evaluation, and in training mode if that differs. Raises `ModelError`: names the module."""
     compared = _compare(model, runs)
     if compared.differences:
         raise ModelError(_refusal(model, runs, *compared.differences[0]))
