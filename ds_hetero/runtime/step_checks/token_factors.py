@@ -158,18 +158,18 @@ class TokenFactors:
         step.backwards.append(list(paths.values()))
 
     @torch.no_grad()
-    def numbers(self) -> Tensor:
+    def numbers(self) -> tuple[Tensor, ...]:
         """See `StepCheck`."""
         step, self._step = self._step, _Step()
         self._number += 1
         self._names = {path.checksum: path.names for paths in step.backwards for path in paths}
         start = [float(self._model.replica.replica_id), float(step.is_half), float(step.left_out)]
-        parts = [torch.tensor(start, dtype=torch.float64, device=step.device)]
+        parts = [torch.tensor(start, dtype=torch.float64)]
         for slot in range(self._slots):
             paths = step.backwards[slot] if slot < len(step.backwards) else []
             parts += [_numbers_of(path, step.device) for path in paths]
-            parts += [_numbers_of(_Path(""), step.device) for _ in range(_MOST_PATHS - len(paths))]
-        return torch.cat(parts)
+            parts += [_NO_PATH] * (_MOST_PATHS - len(paths))
+        return tuple(parts)
 
     def verdict(self, rows: Sequence[Sequence[float]]) -> Verdict:
         """See `StepCheck`."""
@@ -366,6 +366,9 @@ def _combined(gradient: Tensor) -> Tensor:
     flat = gradient.double().reshape(-1)
     order = torch.arange(len(flat), device=flat.device, dtype=torch.float64)
     return (flat * (1 + torch.frac(order * _GOLDEN))).sum()
+
+
+_NO_PATH = torch.tensor([0.0, 0.0, float("nan"), float("nan")], dtype=torch.float64)  # see `_Factors`
 
 
 def _numbers_of(path: _Path, device: torch.device) -> Tensor:

@@ -54,8 +54,8 @@ _STEPS_UNDECIDED = 3  # in a row with one weight inside every rank and another o
 class _Forward(NamedTuple):
     """Numbers of one rank about one forward of a step."""
 
-    labels: float  # that count in the rank's part of the batch
     tokens: float  # of the rank's part
+    labels: float  # that count in it
     samples: float  # drawn tokens whose weights are known
     zeros: float  # drawn tokens with a label and no gradient, which the script left out
     mean: float  # weights of the others
@@ -72,15 +72,15 @@ class _Totals(NamedTuple):
     replica: float
     backwards: float
     forwards: float
-    values: float  # of all losses given to backward, each times a number of its own, added up
-    size: float  # of the same, of their absolute values
-    unknown: float  # losses that are NaN, as of no label at all
     unscaled: float  # losses that the script computed itself
     is_half: float  # a loss is of half precision
     has_half_logits: float
     divisor: float  # by which the engine divides losses
-    labels: float  # that count in all forwards of the step
     items: float  # labels of the step over all ranks, as the loader counted them; -1 where it did not
+    values: float  # of all losses given to backward, each times a number of its own, added up
+    size: float  # of the same, of their absolute values
+    unknown: float  # losses that are NaN, as of no label at all
+    labels: float  # that count in all forwards of the step
 
 
 @dataclass
@@ -184,23 +184,18 @@ class TokenWeights:
         return self._model.replica.batch_split is not None
 
     @torch.no_grad()
-    def numbers(self) -> Tensor:
-        """See `StepCheck`."""
+    def numbers(self) -> tuple[Tensor, ...]:
+        """See `StepCheck`; what is known on the host is not sent to a device."""
         step, self._step = self._step, _Step()
         self._number += 1
-        device = step.values[0].device if step.values else torch.device("cpu")
-        if step.forwards:
-            device = step.forwards[0].rows.device
-        nothing = torch.full((len(_Forward._fields),), float("nan"), dtype=torch.float64, device=device)
-        nothing[:4] = 0
-        parts = [_totals(step, self._model.replica.replica_id, device)]
+        parts = [*_totals(step, self._model.replica.replica_id)]
         for slot in range(self._slots):
             seen = step.forwards[slot] if slot < len(step.forwards) else None
             # Values belong to forwards where each forward has one backward, in order.
             in_order = len(step.values) == step.num_forwards and self._stride == 1
             value = step.values[slot] if in_order and slot < len(step.values) else None
-            parts.append(nothing if seen is None else _numbers_of(seen, value, device))
-        return torch.cat(parts)
+            parts += [_NO_FORWARD] if seen is None else _numbers_of(seen, value)
+        return tuple(parts)
 
     def verdict(self, rows: Sequence[Sequence[float]]) -> Verdict:
         """See `StepCheck`."""
@@ -420,67 +415,66 @@ def _keep(seen: _Seen, gradient: Tensor) -> None:
     seen.gradient = rows if seen.gradient is None else seen.gradient + rows
 
 
-def _numbers_of(seen: _Seen, value: Tensor | None, device: torch.device) -> Tensor:
-    """[10], see `_Forward`."""
-    nan = torch.full((), float("nan"), dtype=torch.float64, device=device)
+_NAN = float("nan")
+_NO_FORWARD = torch.tensor([0.0] * 4 + [_NAN] * 6, dtype=torch.float64)  # see `_Forward`
+
+
+def _numbers_of(seen: _Seen, value: Tensor | None) -> list[Tensor]:
+    """[1] on the host and [9], see `_Forward`."""
+    # In double, so that p - y of a learned token is not rounding alone.
+    error = torch.softmax(seen.rows.double(), dim=-1)
     counted = seen.labels.ne(_IGNORED)
-    probabilities = torch.softmax(seen.rows.double(), dim=-1)
-    error = probabilities.scatter_add(-1, seen.labels.clamp(min=0)[:, None], -torch.ones_like(probabilities[:, :1]))
-    size = error.square().sum(-1)
-    gradient = torch.zeros_like(error) if seen.gradient is None else seen.gradient.double()
-    weights = (gradient * error).sum(-1) / size.clamp(min=1e-30)
-    norm = gradient.square().sum(-1).sqrt()
-    residual = (gradient - weights[:, None] * error).square().sum(-1).sqrt() / norm.clamp(min=1e-30)
-    believed = counted & (size.sqrt() > _LEAST_ERROR)
+    error.scatter_add_(-1, seen.labels.clamp(min=0)[:, None], error.new_full((len(error), 1), -1.0))
+    size = torch.linalg.vector_norm(error, dim=-1)
     if seen.gradient is None:
-        believed = torch.zeros_like(believed)
-    is_zero = believed & (norm == 0)
-    used = believed & ~is_zero
+        gradient, believed = torch.zeros_like(error), torch.zeros_like(counted)
+    else:
+        gradient, believed = seen.gradient.double(), counted & (size > _LEAST_ERROR)
+    norm = torch.linalg.vector_norm(gradient, dim=-1)
+    weights = (gradient * error).sum(-1) / size.square().clamp(min=1e-30)
+    rest = torch.linalg.vector_norm(gradient - weights[:, None] * error, dim=-1)
+    residual = rest / norm.clamp(min=1e-30)
+    used = believed & (norm != 0)
     count = used.sum()
+    unused = ~used
     infinity = float("inf")
-    return torch.stack(
-        [
-            seen.counts.double(),
-            torch.full((), float(seen.tokens), dtype=torch.float64, device=device),
-            count.double(),
-            is_zero.sum().double(),
-            weights.masked_fill(~used, 0.0).sum() / count.clamp(min=1),
-            weights.masked_fill(~used, infinity).min(),
-            weights.masked_fill(~used, -infinity).max(),
-            residual.masked_fill(~used, 0.0).max(),
-            nan if seen.expected is None else seen.expected.to(device).reshape(()),
-            nan if value is None else value.to(device),
-        ]
+    nan = size.new_full((), _NAN)
+    return [
+        torch.tensor([float(seen.tokens)], dtype=torch.float64),
+        torch.stack(
+            [
+                seen.counts.double(),
+                count.double(),
+                believed.sum().double() - count,
+                weights.masked_fill(unused, 0.0).sum() / count.clamp(min=1),
+                weights.masked_fill(unused, infinity).min(),
+                weights.masked_fill(unused, -infinity).max(),
+                residual.masked_fill(unused, 0.0).max(),
+                nan if seen.expected is None else seen.expected.to(nan.device).reshape(()),
+                nan if value is None else value.to(nan.device),
+            ]
+        ),
+    ]
+
+
+def _totals(step: _Step, replica_id: int) -> tuple[Tensor, Tensor]:
+    """[8] on the host and [4], see `_Totals`."""
+    items = -1 if step.items is None else step.items
+    of_losses = len(step.values), step.num_forwards, step.unscaled, step.is_half, step.has_half_logits, step.divisor
+    on_host = torch.tensor([replica_id, *of_losses, items], dtype=torch.float64)
+    if not step.values and step.labels is None:
+        return on_host, torch.zeros(4, dtype=torch.float64)
+    device = step.values[0].device if step.values else step.labels.device  # type: ignore[union-attr]
+    values = (
+        torch.stack([one.to(device) for one in step.values])
+        if step.values
+        else torch.zeros(1, dtype=torch.float64, device=device)
     )
-
-
-def _totals(step: _Step, replica_id: int, device: torch.device) -> Tensor:
-    """[12], see `_Totals`."""
-
-    def number(value: float) -> Tensor:
-        return torch.full((), float(value), dtype=torch.float64, device=device)
-
-    values = torch.stack([value.to(device) for value in step.values]) if step.values else number(0.0)[None]
     is_nan = values.isnan()
     factors = 1 + torch.frac(torch.arange(len(values), device=device, dtype=torch.float64) * _GOLDEN)
     products = factors * values.masked_fill(is_nan, 0.0)
-    labels = number(0) if step.labels is None else step.labels.to(device).double()
-    return torch.stack(
-        [
-            number(replica_id),
-            number(len(step.values)),
-            number(step.num_forwards),
-            products.sum(),
-            products.abs().sum(),
-            is_nan.sum().double(),
-            number(step.unscaled),
-            number(step.is_half),
-            number(step.has_half_logits),
-            number(step.divisor),
-            labels,
-            number(-1 if step.items is None else step.items),
-        ]
-    )
+    labels = is_nan.new_zeros(()) if step.labels is None else step.labels.to(device)
+    return on_host, torch.stack([products.sum(), products.abs().sum(), is_nan.sum().double(), labels.double()])
 
 
 def _forward_of(row: Sequence[float], slot: int) -> _Forward:

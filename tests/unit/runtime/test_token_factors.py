@@ -48,7 +48,7 @@ def _verdict(loss: Callable[[Tensor, Tensor, int], Tensor], tokens: tuple[int, i
         value = loss(logits, labels, rank)
         check.note_backward(value)
         value.backward()
-        numbers = check.numbers()
+        numbers = torch.cat(check.numbers())
         assert len(numbers) == check.width
         rows.append(numbers.tolist())
     return check.verdict(rows)

@@ -80,7 +80,7 @@ def take_no_step(stock: Function, half_optimizer: Any) -> None:
     the one that makes it, and nothing else.
     """
     optimizer = half_optimizer.optimizer
-    if hasattr(optimizer, "initialize"):  # 1-bit, of DeepSpeed 0.18.9: deepspeed/runtime/fp16/onebit/adam.py
+    if hasattr(optimizer, "initialize"):  # 1-bit, of releases before 0.19.8: deepspeed/runtime/fp16/onebit/adam.py
         stock(half_optimizer)
     elif isinstance(optimizer, torch.optim.Adagrad):
         optimizer.state.clear()
