@@ -1,7 +1,10 @@
-"""Losses that a class of the script's computes in its own ``forward``, from labels.
+"""Losses that a model class of the training script computes in its own ``forward``.
 
-Shards have no ``labels``, so that such a forward makes no loss of them. Here the class is given labels of the shard,
-for a check (`ds_hetero.runtime.step_checks.ClassLoss`), and what it made of them is taken out of its outputs again.
+Shards have no ``labels``, so such a forward computes no loss, and this engine computes the cross entropy instead. To
+check that this is right, the class gets the shard's labels here; its loss is compared
+(`ds_hetero.runtime.step_checks.ClassLoss`) and removed from the outputs.
+
+Dimension key: B rows, s tokens of this rank.
 """
 
 from __future__ import annotations
@@ -20,25 +23,27 @@ _STOCK = ("transformers.", "peft.", "trl.")
 
 
 def class_with_own_forward(pretrained: object) -> str:
-    """Name of a model's class if its forward is not one of a framework's; else empty.
+    """Return the name of a model's class if it computes a loss from ``labels`` in a forward of its own; else empty.
 
-    One that takes no labels, or computes its loss from ``shift_labels``, which shards have, needs no look.
+    Forwards of frameworks need no check, nor do those that take no labels, or that use ``shift_labels``, which shards
+    have.
     """
     kind = type(pretrained)
     owner = next((base for base in kind.__mro__ if "forward" in vars(base)), object)
     if owner is object or owner.__module__.startswith(_STOCK):
         return ""
     parameters = inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
-    takes_labels = "labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_labels = "labels" in parameters or takes_any_keyword
     try:
-        reads_moved_labels = "shift_labels" in inspect.getsource(vars(owner)["forward"])
-    except (OSError, TypeError):  # made while the program runs
-        reads_moved_labels = "shift_labels" in parameters
-    return kind.__name__ if takes_labels and not reads_moved_labels else ""
+        uses_shifted_labels = "shift_labels" in inspect.getsource(vars(owner)["forward"])
+    except (OSError, TypeError):  # a function without source, such as from exec
+        uses_shifted_labels = "shift_labels" in parameters
+    return kind.__name__ if takes_labels and not uses_shifted_labels else ""
 
 
 class ClassLossCall:
-    """One call of a model on a shard, whose class is given labels.
+    """One call of a model on a shard, with labels for its class.
 
     Args:
         arguments: of the call, with ``shift_labels`` [B, s] and without ``labels``.
@@ -46,20 +51,22 @@ class ClassLossCall:
 
     def __init__(self, model: Called, arguments: Batch) -> None:
         self._model = model
-        moved: Tensor = arguments["shift_labels"]
-        # Labels of the next token stand one place later; that of the last is on another rank.
-        labels = nn.functional.pad(moved[:, :-1], (1, 0), value=IGNORE_INDEX) if model.moves_labels else moved
-        self._num_tokens = moved.shape[1] - model.moves_labels
-        self._compared: Tensor = moved[:, : self._num_tokens]
-        without = ("shift_labels", "num_items_in_batch")
-        self.arguments: Entries = {k: v for k, v in arguments.items() if k not in without} | {"labels": labels}
+        shifted: Tensor = arguments["shift_labels"]
+        # The class shifts labels itself: shift_labels 7 8 9 become labels -100 7 8. The 9 is the label of this rank's
+        # last token; the class would take it from the next token, which is on another rank.
+        labels = nn.functional.pad(shifted[:, :-1], (1, 0), value=IGNORE_INDEX) if model.moves_labels else shifted
+        self._num_tokens = shifted.shape[1] - model.moves_labels  # that have a label in both
+        self._compared: Tensor = shifted[:, : self._num_tokens]
+        self.arguments: Entries = {**arguments, "labels": labels}
+        for name in ("shift_labels", "num_items_in_batch"):
+            self.arguments.pop(name, None)
         self._loss: Tensor | None = None
 
     def take_loss(self, outputs: Any) -> Any:
-        """The outputs without the loss that the class made, as they are without labels."""
+        """Remember the loss of the class, and return the outputs without it, as they are without labels."""
         if not isinstance(outputs, ModelOutput):
-            is_loss = isinstance(outputs, tuple) and isinstance(outputs[0], Tensor) and not outputs[0].dim()
-            return outputs[1:] if is_loss else outputs
+            has_loss = isinstance(outputs, tuple) and isinstance(outputs[0], Tensor) and not outputs[0].dim()
+            return outputs[1:] if has_loss else outputs
         if not isinstance(outputs.get("loss"), Tensor):
             return outputs
         self._loss = outputs["loss"].detach()
@@ -67,7 +74,7 @@ class ClassLossCall:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def compare(self, outputs: Any) -> None:
-        """Note what the class made beside the cross entropy of its logits; ``outputs`` have the engine's loss."""
+        """Record the class's loss and its logits, for the comparison. ``outputs``: with the engine's loss."""
         logits = outputs.get("logits") if isinstance(outputs, ModelOutput) else None
         if self._loss is None or self._model.class_loss is None or not isinstance(logits, Tensor):
             return

@@ -1,8 +1,10 @@
-"""Losses of forwards on a shard, ``outputs.loss``.
+"""Set ``outputs.loss`` of a forward on a shard to the loss of the whole batch.
 
-A loader moves the labels of the whole sequence and cuts them, so that a batch has ``shift_labels`` and no ``labels``,
-and the model alone returns no loss. `add_loss` gives its outputs the one that `Handle.loss` would make of them: that
-of the whole batch, equal on all ranks, with a gradient of the scale that the engine averages.
+The loader shifts the labels of the whole sequence and then shards them, so a shard has ``shift_labels`` but no
+``labels``, and the model returns no loss. `add_loss` adds the loss that `Handle.loss` would compute: that of the whole
+batch, equal on all ranks, with gradients of the scale that the engine's average expects.
+
+Dimension key: B rows, s tokens of this rank, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from ds_hetero.runtime.step_clock import IDLE
 
 
 def note_logits(weights: TokenWeights, outputs: Any, batch: Batch, own_loss: str) -> None:
-    """Let a check see the gradient of the logits that a forward on a shard has made, if it has made some."""
+    """Let a check see the gradient of the logits of a forward on a shard, if there are labels and logits [B, s, V]."""
     info = shard_info(batch.get("position_ids"))
     labels = batch.get("shift_labels")
     if labels is None and info is not None:
@@ -40,23 +42,25 @@ def note_logits(weights: TokenWeights, outputs: Any, batch: Batch, own_loss: str
     logits = outputs.get("logits") if isinstance(outputs, ModelOutput) else None
     if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or logits.dim() != 3:
         return
-    if logits.shape[:2] == labels.shape:
-        # A number of items that the script gives divides the loss; it is then no mean over the batch's labels.
-        is_mean = batch.get("num_items_in_batch") is None
-        is_plain = has_loss_of_batch(outputs) and not own_loss and is_mean
-        expected = outputs.get("loss") if is_plain else None
-        weights.note_forward(logits, labels, expected, None if info is None else info.num_items)
+    if logits.shape[:2] != labels.shape:
+        return
+    # With num_items_in_batch, the loss is divided by that number, so it is not the mean over the batch's labels.
+    is_mean = batch.get("num_items_in_batch") is None
+    is_cross_entropy = has_loss_of_batch(outputs) and not own_loss
+    expected = outputs.get("loss") if is_cross_entropy and is_mean else None
+    weights.note_forward(logits, labels, expected, None if info is None else info.num_items)
 
 
 def add_own_loss(model: Called, outputs: Any, batch: Batch, forward: ShardedForward) -> None:
-    """Set ``outputs.loss`` as `add_loss` does, by the model's own ``loss_function``.
+    """Set ``outputs.loss`` as `add_loss` does, but by the custom ``loss_function`` of the model.
 
     Caller: every rank of the replica, once per forward on a shard.
-    Collectives: those of `loss_by_own_function`; where the model adds a loss of its routers, one all_reduce.
+    Collectives: those of `loss_by_own_function`; one all_reduce more if the model adds an auxiliary loss of routers.
 
     Raises:
-        BatchError: replicas take different batches, whose losses are weighed by labels.
-        ModelError: see `loss_by_own_function`; or logits are computed tile by tile.
+        BatchError: replicas take different batches, so that their losses would have to be weighed by labels; or the
+            batch has ``labels``.
+        ModelError: see `loss_by_own_function`; or there are no logits, because they are computed in tiles.
     """
     labels, replica = batch.get("shift_labels"), forward.replica
     if labels is None or not isinstance(outputs, ModelOutput):
@@ -71,20 +75,26 @@ def add_own_loss(model: Called, outputs: Any, batch: Batch, forward: ShardedForw
     logits = outputs.get("logits")
     if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
         raise ModelError(
-            f"{name} has a loss function of its own, {model.own_loss}, which takes the logits of all tokens, and none "
-            'were made. Leave "tile_tokens" out.'
+            f"{name} has a custom loss function, {model.own_loss}, which takes the logits of all tokens, but there are "
+            'no logits. Leave "tile_tokens" out.'
         )
     if replica.batch_split is not None:
         raise BatchError(
-            f"replicas take different batches ({replica.batch_split}), whose losses are weighed by their labels, and "
-            f"{name} has a loss function of its own, {model.own_loss}, that need not be a mean over "
-            "labels. Give all replicas the same micro_batch_size and micro_batches."
+            f"replicas take different batches ({replica.batch_split}), whose losses are weighed by their labels, but "
+            f"{name} has a custom loss function, {model.own_loss}, which may not be a mean over labels. Give all "
+            "replicas the same micro_batch_size and micro_batches."
         )
     with forward.clock.phase(IDLE, "loss"):
-        placement, num_items = forward.batch.placement, batch.get("num_items_in_batch")
-        moves = model.moves_labels
-        own = loss_by_own_function(model.pretrained, logits, labels, placement, replica, moves, num_items)
-        loss = loss_of_replica(own, replica)
+        loss_of_batch = loss_by_own_function(
+            model.pretrained,
+            logits,
+            labels,
+            forward.batch.placement,
+            replica,
+            model.moves_labels,
+            batch.get("num_items_in_batch"),
+        )
+        loss = loss_of_replica(loss_of_batch, replica)
         term = model.router_term(outputs)
         if isinstance(term, Tensor):
             num_tokens = labels.ne(IGNORE_INDEX).sum()
@@ -101,20 +111,21 @@ def add_loss(
     router_term: Tensor | float = 0.0,
     loss_sum: Callable[[], Tensor] | None = None,
 ) -> None:
-    """Set ``outputs.loss`` where the model was given ``shift_labels`` and no ``labels``.
+    """Set ``outputs.loss`` if the batch has ``shift_labels`` and no ``labels``.
+
+    No loss is set if replicas take different batches, and ``position_ids`` are not the loader's tensor: only that
+    tensor has the number of labels in the step.
 
     Args:
-        outputs: of the model, with ``logits`` [B, s, V] and without a loss; others are left as they are.
-        router_term: what the model adds to the mean loss of its tokens for its routers.
-        loss_sum: makes this rank's token losses added up, where ``outputs`` have no logits.
+        outputs: of the model, with ``logits`` [B, s, V] and without a loss; other outputs stay as they are.
+        router_term: auxiliary loss of routers, which the model adds to the mean loss of its tokens.
+        loss_sum: computes the sum of this rank's token losses if ``outputs`` have no logits.
 
     Caller: every rank of the replica, once per forward on a shard.
     Collectives: one all_reduce of two numbers.
 
-    Where replicas take different batches, and ``position_ids`` are not those that the loader made, there is none.
-
     Raises:
-        BatchError: the batch says what to divide by, and replicas take different ones.
+        BatchError: the batch has ``num_items_in_batch``, and replicas take different batches.
     """
     labels = batch.get("shift_labels")
     if labels is None or batch.get("labels") is not None or not isinstance(outputs, ModelOutput):
@@ -124,7 +135,8 @@ def add_loss(
         return
     if loss_sum is None and logits.shape[:2] != labels.shape:
         return
-    replica, num_items, divisor = forward.replica, None, 1
+    replica = forward.replica
+    num_items, divisor = None, 1  # labels in the step and micro-batches in it, if replicas take different batches
     num_labels = batch.get("num_items_in_batch")
     if replica.batch_split is not None:
         if num_labels is not None:
@@ -138,14 +150,15 @@ def add_loss(
         num_items, divisor = info.num_items, replica.batch_split.micro_steps
     with forward.clock.phase(IDLE, "loss"):
         num_tokens = labels.ne(IGNORE_INDEX).sum()
-        of_tokens = cross_entropy_sum(logits, labels) if loss_sum is None else loss_sum()
-        of_routers = num_tokens * router_term
+        token_sum = cross_entropy_sum(logits, labels) if loss_sum is None else loss_sum()
+        router_sum = num_tokens * router_term
         if num_labels is None:
-            loss = sequence_parallel_loss(of_tokens + of_routers, num_tokens, replica, num_items, divisor)
+            loss = sequence_parallel_loss(token_sum + router_sum, num_tokens, replica, num_items, divisor)
         else:
-            loss = sequence_parallel_loss(of_tokens, num_tokens, replica, num_labels=num_labels)
+            # The script's number divides the token losses only; the auxiliary loss is a mean over the batch's tokens.
+            loss = sequence_parallel_loss(token_sum, num_tokens, replica, num_labels=num_labels)
             if isinstance(router_term, Tensor):
-                loss = loss + sequence_parallel_loss(of_routers, num_tokens, replica)
+                loss = loss + sequence_parallel_loss(router_sum, num_tokens, replica)
     outputs["loss"] = loss
     OrderedDict.move_to_end(outputs, "loss", last=False)  # outputs[0], as in one process
     mark_loss_of_batch(outputs)
