@@ -1,10 +1,10 @@
-"""The Trainer resumed amid an epoch: the epoch is drawn again in the order that it had, or refused.
+"""Resume the Trainer in the middle of an epoch: draw the epoch in its former order, or refuse.
 
-The Trainer skips as many batches as were trained on, and draws the order of the epoch anew. That is the same order only
-where the sampler is seeded by the number of the epoch, as accelerate's is in the place of torch's RandomSampler. All
-others (``group_by_length``, weighted samplers, samplers and streams with generators of their own) draw from states that
-the first job has moved on. So a checkpoint keeps the states with which its epoch began, which are put back before the
-epoch is begun again, and a checksum of the order so far; see `ds_hetero.runtime.data.drawn_order`.
+The Trainer draws the order of the epoch again, and skips the batches that were trained. The order is the same only if
+the sampler is seeded by the number of the epoch, as accelerate's replacement of torch's RandomSampler is. All others
+(``group_by_length``, weighted samplers, samplers and streams with generators of their own) draw from random states that
+have changed since. So a checkpoint contains the states with which its epoch began. They are restored before the epoch
+is drawn again, and a checksum shows whether the order is the same; see `ds_hetero.runtime.data.drawn_order`.
 """
 
 from __future__ import annotations
@@ -31,38 +31,42 @@ from ds_hetero.runtime.data.shards import Entries
 
 logger = logging.getLogger(__name__)
 
-_PART = "ds_hetero_epoch_{}.pt"  # of a rank, in the folder of a checkpoint
+_FILE_OF_RANK = "ds_hetero_epoch_{}.pt"  # in the folder of a checkpoint
 _SEEDED_BY_EPOCH = frozenset({"SeedableRandomSampler", "SequentialSampler", "DistributedSampler"})
 
 
 class TrainedEpochs:
-    """The epochs of one training: how the present one began, and how much of it was used."""
+    """The epochs of one training: the random states with which the present one began, and its trained batches."""
 
     def __init__(self) -> None:
         self._loader: Any = None
         self._epochs: Epochs | None = None
         self._order = DrawnOrder()
-        self._start: Entries | None = None
-        self._used = 0  # of this rank's batches, in this epoch
-        self._number = 0  # of the epoch
-        self.offset = 0  # of the numbers of epochs to those that the Trainer counts
-        self._ranks_per_batch = 1
+        self._start: Entries | None = None  # random states with which the present epoch began
+        self._used = 0  # batches of this rank that were trained in the present epoch
+        self._number = 0  # of the present epoch
+        self.offset = 0  # number of an epoch minus the number that the Trainer gives it
+        self._ranks_per_batch = 1  # ranks with batches of their own, which are trained one after the other
 
     def watch(self, loader: Any, *, in_turn_of: int = 1) -> None:
         """Follow the epochs of this loader.
 
         Args:
-            in_turn_of: ranks whose batches are used one after the other, where each has its own.
+            in_turn_of: ranks whose batches are trained one after the other, if each rank reads other batches.
         """
         self._loader, self._order = loader, note_order(loader)
         self._epochs = Epochs(loader, KNOWN_LOADERS)
         self._ranks_per_batch = in_turn_of
 
     def begin(self, number: int, resumed: Entries | None, used: int) -> None:
-        """Epoch ``number`` begins, after ``used`` batches; with ``resumed``, from `state`, as that one did.
+        """Start an epoch.
+
+        Args:
+            resumed: `state` of the epoch that is resumed; None for a new epoch.
+            used: batches of the epoch that were trained before.
 
         Raises:
-            SamplingError: each rank reads a part of the samples, and there were other ranks.
+            SamplingError: each rank reads a part of the samples, and the checkpoint is of another number of ranks.
         """
         if self._epochs is None:
             return
@@ -70,14 +74,16 @@ class TrainedEpochs:
         if resumed is not None:
             self._expect_same_ranks(resumed)
             self._epochs.put_back(resumed["start"])
-            # Of a stream each replica notes its own part, which is another one where there are other ranks.
-            is_of_all = resumed["world_size"] == dist.get_world_size() or not self._is_stream
-            self._order.expect(resumed["after"] if is_of_all else None)
-        self._start, self._used, self._number = self._epochs.states_now(), used, number
+            # The checksum of a stream is of this replica's part, which depends on the number of ranks.
+            is_comparable = resumed["world_size"] == dist.get_world_size() or not self._is_stream
+            self._order.expect(resumed["after"] if is_comparable else None)
+        self._start = self._epochs.states_now()
+        self._used = used
+        self._number = number
 
     @property
     def has_length(self) -> bool:
-        """Whether the Trainer can count the batches of an epoch."""
+        """True if the Trainer can count the batches of an epoch."""
         return bool(has_length(self._loader))
 
     @property
@@ -90,17 +96,17 @@ class TrainedEpochs:
         if before != now and max(before["in_turn_of"], self._ranks_per_batch) > 1:
             raise SamplingError(
                 "the sampler shares samples out by rank (as a DistributedSampler over all ranks does), and the "
-                f"checkpoint is of {before['world_size']} ranks, this job of {now['world_size']}: which samples are "
-                "left of the epoch cannot be said. Go on with as many ranks, or set ignore_data_skip=True, which "
-                "begins the epoch anew."
+                f"checkpoint is of {before['world_size']} ranks, this job of {now['world_size']}: the samples that "
+                "remain of the epoch cannot be determined. Resume with as many ranks, or set ignore_data_skip=True, "
+                "which begins the epoch anew."
             )
 
     def use(self, num_batches: int) -> None:
-        """So many batches are used."""
+        """Count batches that are trained."""
         self._used += num_batches
 
     def state(self) -> Entries | None:
-        """What `begin` needs to go on; None before the first epoch."""
+        """Return the state that `begin` needs to resume the present epoch; None before the first epoch."""
         if self._start is None:
             return None
         drawn = batches_drawn(self._loader, self._used // self._ranks_per_batch)
@@ -114,71 +120,80 @@ class TrainedEpochs:
         }
 
     def expect_seeded(self) -> None:
-        """Say that the order of an epoch may be another one, where a checkpoint does not tell how it began."""
+        """Warn that the order of an epoch may differ, unless the sampler is seeded by the epoch's number.
+
+        Called for a checkpoint without the random states of its epoch.
+        """
         kinds = [type(part).__name__ for part in KNOWN_LOADERS.parts(self._loader)]
         if not _SEEDED_BY_EPOCH & set(kinds) and dist.get_rank() == 0:
             logger.warning(
-                "the checkpoint does not tell how its epoch began, since it was saved by an older ds_hetero or without "
-                "it: whether the rest of the epoch is the rest of its order is not known (%s). To be sure, set "
-                "ignore_data_skip=True, which begins the epoch anew.",
+                "the checkpoint lacks the random states with which its epoch began, since it was saved by an older "
+                "ds_hetero or without it: the rest of the epoch may have samples that were trained already (%s). To be "
+                "sure, set ignore_data_skip=True, which begins the epoch anew.",
                 ", ".join(kind for kind in kinds if kind.endswith(("Sampler", "Dataset"))) or "no sampler",
             )
 
 
-_EPOCHS = "_ds_hetero_epochs"  # on the Trainer itself: those of TRL that are dataclasses cannot be keys
+_EPOCHS = "_ds_hetero_epochs"  # attribute of a Trainer; some of TRL's cannot be hashed, and so not be keys of a mapping
 
 
 def epochs_of(trainer: Trainer) -> TrainedEpochs:
-    """The epochs of a Trainer's training."""
+    """Return the epochs of a Trainer's present training."""
     epochs: TrainedEpochs = vars(trainer).setdefault(_EPOCHS, TrainedEpochs())
     return epochs
 
 
 def forget_epochs(trainer: Trainer) -> None:
-    """A new training begins."""
+    """Discard the epochs of an earlier training."""
     vars(trainer).pop(_EPOCHS, None)
 
 
 def run_epoch(registry: Registry, stock: Function, trainer: Trainer, *args: object, **kwargs: object) -> object:
-    """Around ``Trainer._run_epoch``, which begins the epoch and skips what was trained on."""
+    """Replace ``Trainer._run_epoch``: restore the random states of a resumed epoch before stock draws its order."""
     if not registry.adapters.processes.asks_for_engine(trainer.accelerator):
         return stock(trainer, *args, **kwargs)
-    given = inspect.signature(stock).bind(trainer, *args, **kwargs).arguments
-    checkpoint, used = given["resume_from_checkpoint"], given["steps_trained_in_current_epoch"]
-    goes_on = checkpoint is not None and given["epoch"] == given["epochs_trained"] and used > 0
+    arguments = inspect.signature(stock).bind(trainer, *args, **kwargs).arguments
+    checkpoint = arguments["resume_from_checkpoint"]
+    used = arguments["steps_trained_in_current_epoch"]
+    is_resumed_epoch = checkpoint is not None and arguments["epoch"] == arguments["epochs_trained"] and used > 0
     epochs = epochs_of(trainer)
-    resumed = _read(Path(checkpoint)) if goes_on else None
-    if goes_on and resumed is None:
+    resumed = _read(Path(checkpoint)) if is_resumed_epoch else None
+    if is_resumed_epoch and resumed is None:
         epochs.expect_seeded()
     if resumed is not None and not epochs.has_length:
-        # The Trainer takes all steps of a stream for one epoch, and would leave out those of its earlier epochs too.
-        epochs.offset = resumed["epoch"] - given["epoch"]
-        given["steps_trained_in_current_epoch"] = used = resumed["used"]
-    given["epoch"] += epochs.offset
-    if goes_on:
-        given["epochs_trained"] = given["epoch"]
-    epochs.begin(given["epoch"], resumed, used if goes_on else 0)
-    return stock(**given)
+        # The Trainer takes all steps of a stream for one epoch, so it would also skip the batches of earlier epochs.
+        epochs.offset = resumed["epoch"] - arguments["epoch"]
+        used = resumed["used"]
+        arguments["steps_trained_in_current_epoch"] = used
+    arguments["epoch"] += epochs.offset
+    if is_resumed_epoch:
+        arguments["epochs_trained"] = arguments["epoch"]
+    epochs.begin(arguments["epoch"], resumed, used if is_resumed_epoch else 0)
+    return stock(**arguments)
 
 
 def save_epoch(trainer: Trainer, folder: Path) -> None:
-    """Write this rank's part of how the present epoch began and how far it is."""
+    """Write the state of the present epoch to this rank's file."""
     state = epochs_of(trainer).state()
     if state is not None:
         write_epoch(state, folder)
 
 
 def write_epoch(state: Entries, folder: Path) -> None:
-    """Write what `TrainedEpochs.state` returned where `run_epoch` looks for it."""
-    torch.save(state, folder / _PART.format(dist.get_rank()))
+    """Write a `TrainedEpochs.state` to the file that `run_epoch` reads."""
+    torch.save(state, folder / _FILE_OF_RANK.format(dist.get_rank()))
 
 
 def _read(folder: Path) -> Entries | None:
-    """The part of this rank; that of rank 0 where other ranks have saved, since all draw alike."""
+    """Read this rank's state; that of rank 0 if the checkpoint is of another number of ranks. None if there is none.
+
+    Rank 0's will do, because all ranks draw the same order.
+    """
 
     def read() -> Entries | None:
         for rank in (dist.get_rank(), 0):
-            if (path := folder / _PART.format(rank)).is_file():
+            path = folder / _FILE_OF_RANK.format(rank)
+            if path.is_file():
                 state: Entries = torch.load(path, map_location="cpu", weights_only=True)
                 if rank == 0 or state["world_size"] == dist.get_world_size():
                     return state

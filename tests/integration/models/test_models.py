@@ -353,7 +353,7 @@ def test_padding_that_no_mask_tells_of_is_refused_where_positions_are_counted_by
 
     count = position_counter(make("roberta").base_model)
     batch = {"input_ids": torch.tensor([[5, 6, 7, 1, 1]])}
-    with pytest.raises(BatchError, match="hold padding tokens, from which the model counts its positions"):
+    with pytest.raises(BatchError, match="hold padding tokens, which the model leaves out when it counts positions"):
         with_positions(count, batch)
     masked = {**batch, "attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}
     assert with_positions(count, masked)["position_ids"].tolist() == [[2, 3, 4, 1, 1]]

@@ -44,7 +44,7 @@ def position_counter(decoder: nn.Module) -> Callable[[Batch], Tensor] | None:
 
 
 def with_positions(count: Callable[[Batch], Tensor] | None, batch: Any) -> Any:
-    """Return the batch with ``position_ids`` if the model makes its own. Raises `BatchError`: padding without a mask."""
+    """Add ``position_ids`` to a batch if the model makes its own. Raises `BatchError`: padding without a mask."""
     if count is None or not isinstance(batch, Mapping) or batch.get("position_ids") is not None:
         return batch
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))

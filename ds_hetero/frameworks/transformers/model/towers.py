@@ -1,12 +1,15 @@
-"""Models that put images, videos or sounds before a text decoder.
+"""Models with towers: encoders of images, videos or sounds before a text decoder.
 
-The outer model embeds the tokens, runs its towers and puts their features in the places kept for them, all of whole
-sequences and on every rank; what it hands to its text decoder is cut there, at the decoder's door. So placeholders,
-features and rotary positions of several axes are made by the model's own code. A rank's loss reaches the towers through
-the tokens that it holds, so gradients of towers and embeddings are partial, as those of all other parameters are, and
-add up over the ranks.
+    the outer model, on every rank, for whole sequences    embed the tokens, run the towers, put their features in the
+                                                           places of the placeholder tokens, compute positions
+    `DecoderDoor`                                          shard the arguments of the text decoder
+    the text decoder                                       runs on this rank's tokens
 
-Dimension key: B batch, L tokens of the sequence, s tokens that one rank holds, V places of images among the tokens.
+So placeholders, features and rotary positions of several axes are made by the model's own code. The loss of a rank
+reaches the towers through this rank's tokens only. Gradients of towers and embeddings are therefore partial, like those
+of all other parameters, and add up over the ranks.
+
+Dimension key: B rows, L tokens of the sequence, s tokens of this rank, V image tokens, D hidden size.
 """
 
 from __future__ import annotations
@@ -26,26 +29,26 @@ from ds_hetero.runtime.data.shards import Batch, Entries
 from ds_hetero.runtime.devices import copied_to
 
 _MODALITIES = ("vision_config", "audio_config", "image_config", "video_config")
-_DECODERS = ("language_model", "text_model")  # as outer models call the decoder behind their towers
-# Which tokens are places of images, and what is added there in the first layers.
+_DECODERS = ("language_model", "text_model")  # names of the text decoder in outer models
+# DeepStack: the mask [B, L] of image tokens, and the features [V, D] that the first layers add to these.
 _ADDED_FEATURES = {"visual_pos_masks": "deepstack_visual_embeds", "vision_mask": "deepstack_features"}
-_LEFT_AS_THEY_ARE = ("labels", "shift_labels")
+_ALREADY_SHARDED = ("labels", "shift_labels")  # by the loader
 
 
 def has_towers(pretrained: PretrainedModel) -> bool:
-    """Whether something else than a token embedding stands before the model's decoder."""
+    """Return True if the model has more than a token embedding before its decoder."""
     named = any(getattr(pretrained.config, name, None) is not None for name in _MODALITIES)
     return named or any(hasattr(pretrained.base_model, name) for name in _DECODERS)
 
 
 def text_decoder_of(pretrained: PretrainedModel) -> nn.Module:
-    """The decoder behind the towers; the base model where there is none apart."""
+    """Return the decoder behind the towers; the base model if the model has no separate one."""
     decoder: nn.Module = pretrained.get_decoder()
     return decoder
 
 
 def front_of(pretrained: PretrainedModel) -> nn.Module:
-    """The module that is given whole batches and calls the decoder; PEFT calls it as any other."""
+    """Return the module that takes whole batches and calls the decoder: the base model if the decoder is inside it."""
     decoder, base = text_decoder_of(pretrained), pretrained.base_model
     inside = base is not decoder and any(module is decoder for module in base.modules())
     front: Any = base if inside else pretrained
@@ -53,25 +56,33 @@ def front_of(pretrained: PretrainedModel) -> nn.Module:
 
 
 def makes_masks(front: nn.Module) -> bool:
-    """Whether the outer model makes the masks of its text decoder, as those do whose images see in both directions."""
+    """Return True if the outer model makes the masks of its text decoder, as those with bidirectional images do.
+
+    Its source then calls one of transformers' ``create_..._mask`` functions; ``create_bidirectional_mask`` is for
+    towers.
+    """
     try:
         source = inspect.getsource(type(front).forward)
-    except (OSError, TypeError):  # made while the program runs
+    except (OSError, TypeError):  # a function without source, such as from exec
         return False
-    made = re.findall(r"\bcreate_(\w*)mask\w*\(", source)
-    return any("bidirectional" not in kind for kind in made)  # which is for towers
+    kinds = re.findall(r"\bcreate_(\w*)mask\w*\(", source)
+    return any("bidirectional" not in kind for kind in kinds)
 
 
 class Window(NamedTuple):
-    """The part of whole sequences that the self-check looks at."""
+    """The part of whole sequences that the self-check compares."""
 
-    rows: int  # of the batch, from the first
+    rows: int  # first rows of the batch
     start: int  # first position
-    stop: int  # behind the last one
+    stop: int  # position after the last one
 
 
 class DecoderDoor:
-    """Cuts what the model with towers hands to its decoder; whole batches to ``window``, if that is set."""
+    """Shards the arguments that a model with towers passes to its decoder.
+
+    Attributes:
+        window: if set, arguments of unsharded forwards are cut to it.
+    """
 
     def __init__(self, pretrained: PretrainedModel) -> None:
         self.window: Window | None = None
@@ -81,10 +92,13 @@ class DecoderDoor:
         self._positions: Tensor | None = None  # of the shard, during a forward
 
     def enter(self, args: tuple[Any, ...], kwargs: Batch) -> Entries:
-        """Keep the shard's positions for the decoder, and return the outer model's arguments with those of the batch.
+        """Begin a forward of the outer model: keep the shard's positions for the decoder.
+
+        Returns:
+            The arguments of the outer model, with the batch's own ``position_ids``, if it had any.
 
         Raises:
-            BatchError: ``position_ids`` are not those that ds_hetero's loader made.
+            BatchError: ``position_ids`` are not the tensor that ds_hetero's loader made.
         """
         named = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         positions = named.pop("position_ids", None)
@@ -92,8 +106,9 @@ class DecoderDoor:
         if positions is None or info is None or not info.inputs_are_whole:
             raise BatchError(
                 f"{self._model} puts images or sounds before its text decoder, so it takes whole batches with the "
-                "position_ids by which ds_hetero's loader tells who holds what. Take batches from handle.dataloader "
-                "and pass position_ids on as they are, not a copy; for whole batches, see handle.unsharded()."
+                "position_ids in which ds_hetero's loader says how the batch is sharded. Take batches from "
+                "handle.dataloader and pass position_ids on as they are, not a copy; for whole batches, see "
+                "handle.unsharded()."
             )
         self._positions = positions
         if info.whole_positions is not None:
@@ -104,74 +119,75 @@ class DecoderDoor:
 
     @property
     def is_entered(self) -> bool:
-        """Whether the outer model's forward runs, with a batch of the loader's."""
+        """True while the outer model's forward runs with a batch of the loader."""
         return self._positions is not None
 
     def leave(self) -> None:
-        """The outer model's forward is over."""
+        """End the forward of the outer model."""
         self._positions = None
 
     def cut(self, kwargs: Batch, rank: int) -> tuple[Entries, Tensor | None]:
-        """Cut the outer model's tensors of whole sequences for this rank's decoder.
+        """Shard the arguments of the decoder, which are of whole sequences.
 
         Returns:
-            The arguments with the shard's ``position_ids``, and the positions that the outer model made, cut:
-            [B, s] or [axes, B, s]; None if it made none.
+            The sharded arguments with the loader's ``position_ids``; and the sharded positions that the outer model
+            computed, [B, s] or [axes, B, s], None if it computed none.
 
         Raises:
             BatchError: the decoder is called outside of the outer model's forward.
-            ModelError: there is an argument that it is not known how to cut, or other tokens than those of the batch.
+            ModelError: an argument cannot be sharded, or the outer model changed the number of tokens.
         """
         if self._positions is None:
             raise BatchError(
-                f"the text decoder of {self._model} is called outside of the model's own forward, with a batch that is "
-                "whole or a part of one. Call the model itself, model(**batch)."
+                f"the text decoder of {self._model} is called outside of the model's forward, so it is not known "
+                "whether its arguments are sharded. Call the model itself, model(**batch)."
             )
         info = shard_info(self._positions)
         assert info is not None
         length = _tokens_of(kwargs).shape[1]
         if self.window is None and length != info.placement.length:
             raise ModelError(
-                f"{self._model} hands {length} tokens to its text decoder where the batch has {info.placement.length}, "
-                "so that labels and positions of the batch are not those of its tokens. Have the processor put as many "
+                f"{self._model} passes {length} tokens to its text decoder, but the batch has {info.placement.length}, "
+                "so that labels and positions of the batch belong to other tokens. Have the processor put as many "
                 "placeholders into input_ids as an image or a sound has features."
             )
         cut = self._cut(kwargs, _places(info, rank), len(self._positions))
-        positions, cut["position_ids"] = cut.get("position_ids"), self._positions
-        return cut, positions
+        model_positions = cut.get("position_ids")
+        cut["position_ids"] = self._positions
+        return cut, model_positions
 
     def cut_to_window(self, kwargs: Batch, window: Window) -> Entries:
-        """Cut tensors of whole sequences to the window alone, for one process."""
+        """Cut arguments of whole sequences to the window."""
         return self._cut(kwargs, list(range(window.start, window.stop)), window.rows)
 
     def _cut(self, kwargs: Batch, places: Sequence[int], rows: int) -> Entries:
-        """The first ``rows`` rows of every argument, at ``places`` of the sequence."""
+        """Return every argument at these positions of the sequence, and of the first ``rows`` rows."""
         tokens = _tokens_of(kwargs)
         cutter = _Cutter(self._model, tokens.shape[1], copied_to(torch.tensor(places), tokens.device), rows)
-        added = {features: kwargs.get(mask) for mask, features in _ADDED_FEATURES.items()}
+        mask_of = {features: kwargs.get(mask) for mask, features in _ADDED_FEATURES.items()}
         cut: Entries = {}
         for name, value in kwargs.items():
             if name == "past_key_values":
-                cut[name] = None  # some outer models make an empty one
-            elif name in _LEFT_AS_THEY_ARE:
+                cut[name] = None  # an empty cache, which some outer models create
+            elif name in _ALREADY_SHARDED:
                 cut[name] = value
-            elif name in added and value is not None:
-                cut[name] = cutter.added_features(value, added[name])
+            elif name in mask_of and value is not None:
+                cut[name] = cutter.added_features(value, mask_of[name])
             else:
                 cut[name] = cutter.argument(name, value)
         return cut
 
 
 class _Cutter(NamedTuple):
-    """Cut of whole sequences."""
+    """Selects positions and rows of arguments of whole sequences."""
 
     model: str
     length: int  # L
-    places: Tensor  # positions, [s]
-    rows: int  # of the batch, from the first
+    places: Tensor  # [s] selected positions
+    rows: int  # first rows of the batch
 
     def argument(self, name: str, value: Any) -> Any:
-        """[B, L, ...], [axes, B, L] or [L] at the places; what has no sequence as it is."""
+        """Index the sequence dimension of [B, L, ...], [axes, B, L] or [L]; return other arguments as they are."""
         if not isinstance(value, Tensor):
             if _holds_tensors(value):
                 raise self._unknown(name, f"a {type(value).__name__} of tensors")
@@ -187,15 +203,23 @@ class _Cutter(NamedTuple):
         return value
 
     def added_features(self, features: Any, mask: Any) -> Any:
-        """Of features [V, D] by layer those of the places, which number the true cells of ``mask`` [B, L]."""
-        seen = mask if mask.dim() == 2 else mask[..., 0]
-        numbers = torch.zeros(seen.shape, dtype=torch.int64, device=seen.device)
-        numbers[seen] = torch.arange(int(seen.sum()), device=seen.device)
-        own = seen[: self.rows, self.places]
-        chosen = numbers[: self.rows, self.places][own]
+        """Select the features of the image tokens at the positions.
+
+        Row v of the features belongs to the v-th True of the mask. Example, mask 0 1 1 0 1 and positions 2 3 4: the
+        image tokens there are number 1 and 2, so rows 1 and 2 are selected.
+
+        Args:
+            features: [V, D] of each layer, in a mapping or a list.
+            mask: [B, L] or [B, L, 1], True for image tokens.
+        """
+        is_image = mask if mask.dim() == 2 else mask[..., 0]
+        numbers = torch.zeros(is_image.shape, dtype=torch.int64, device=is_image.device)
+        numbers[is_image] = torch.arange(int(is_image.sum()), device=is_image.device)
+        is_selected_image = is_image[: self.rows, self.places]
+        selected = numbers[: self.rows, self.places][is_selected_image]
         if isinstance(features, Mapping):
-            return {layer: of_layer[chosen] for layer, of_layer in features.items()}
-        return [of_layer[chosen] for of_layer in features]
+            return {layer: of_layer[selected] for layer, of_layer in features.items()}
+        return [of_layer[selected] for of_layer in features]
 
     def _unknown(self, name: str, kind: str) -> ModelError:
         reason = f"it hands {name} to its text decoder as {kind}, which has no known cut (L = {self.length})"
@@ -213,9 +237,11 @@ def _tokens_of(kwargs: Batch) -> Tensor:
 
 
 def _places(info: ShardInfo, rank: int) -> list[int]:
-    """Positions that a rank holds; that of the placeholder for a rank without tokens."""
-    intervals = info.placement.intervals(rank)
-    return [info.first + place for start, stop in intervals for place in range(start, stop)] or [info.first]
+    """Return the positions of a rank's tokens. A rank without tokens gets the first position, for a dummy token."""
+    places: list[int] = []
+    for start, stop in info.placement.intervals(rank):
+        places.extend(range(info.first + start, info.first + stop))
+    return places or [info.first]
 
 
 def _holds_tensors(value: object) -> bool:

@@ -1,8 +1,12 @@
-"""One stage of a transformers model: the parts that its rank holds, and the forward of a micro-batch through them.
+"""One stage of a transformers model: its parts on this rank, and the forward of a micro-batch through them.
 
-The decoder of a stage is the whole model's, in which the parts of other stages give back what they are given. Its
-masks and rotary embeddings are made of positions, which every stage has; only hidden states travel. Parameters keep
-the names of the whole model.
+A stage is the model itself with placeholders (`Absent`) for the parts of other stages, which return their input:
+
+    first stage     embed_tokens, layers 0 .. 3, Absent, Absent (norm, head)     tokens -> hidden states
+    last stage      Absent, Absent, layers 4 .. 7, norm, head                    hidden states -> loss
+
+Every stage computes masks and rotary embeddings from positions, so only hidden states are sent between stages.
+Parameters keep the names that they have in the uncut model.
 
 Dimension key: b rows of a micro-batch, L tokens of its sequences, s tokens of this rank, H hidden size.
 """
@@ -45,17 +49,17 @@ _LABELS = "shift_labels"
 
 
 class StageModel:
-    """A model of which this rank keeps one stage; `ds_hetero.runtime.pipeline.runner.StageCompute`.
+    """A model of which this rank keeps one stage. Implements `ds_hetero.runtime.pipeline.runner.StageCompute`.
 
     Args:
-        model: a PreTrainedModel, or a module around one, checked by `check_stages`. Parts of other stages are taken
-            out of it and freed.
-        plan: of pipelines; a rank that is idle in it keeps nothing.
-        tile_tokens: tokens of a sequence of which MLPs and logits are computed at once; None for all.
+        model: a PreTrainedModel, or a module around one, checked by `check_stages`. Parts of other stages are removed
+            from it and freed.
+        plan: of pipelines; a rank that is idle in it keeps no part.
+        tile_tokens: tokens of a sequence in a tile of MLPs and logits, see `Tiles`; None for no tiles.
 
     Attributes:
-        measures: sums that the last stage adds up beside the loss, see `measure_tokens`; None to leave them out.
-        is_writer: of the ranks that hold this stage's layers, it writes what all hold alike.
+        measures: sums that the last stage accumulates besides the loss, see `measure_tokens`; None for none.
+        is_writer: True on the rank that writes this stage's weights: the first rank of a stage of the first pipeline.
         elastic: keeps the engine's state in memory; None in a job that is not elastic.
     """
 
@@ -64,8 +68,10 @@ class StageModel:
         place, num_layers = plan.place_of(rank), plan.model.num_layers
         stage = plan.stage_of(rank)
         self.model, self.plan, self._stage, self._rank = model, plan, stage, rank
-        self.is_writer = stage in plan.pipelines[0].stages and stage is not None and rank == stage.ranks[0]
-        self._writes = (place[1], len(plan.pipelines[0].stages)) if self.is_writer and place is not None else None
+        first_pipeline = plan.pipelines[0]
+        self.is_writer = stage is not None and stage in first_pipeline.stages and rank == stage.ranks[0]
+        # (index of the stage, number of stages), for `write_stages`.
+        self._writes = (place[1], len(first_pipeline.stages)) if self.is_writer and place is not None else None
         self._pretrained = pretrained_of(model)
         self._decoder = self._pretrained.base_model
         self.dtype: torch.dtype = self._pretrained.dtype  # of the parameters and of the activations between stages
@@ -73,7 +79,7 @@ class StageModel:
         self._names = _names_of_whole_model(model)
         layers = (0, 0) if stage is None or stage.layers is None else stage.layers
         self.is_first, self.is_last = stage is not None and layers[0] == 0, layers[1] == num_layers
-        # Of all layers, before they are taken out: those that move here later are computed in tiles too.
+        # Before layers are removed: layers that a later plan moves here are computed in tiles, too.
         self._tiles = None if tile_tokens is None else Tiles(self._pretrained, self._decoder, tile_tokens)
         self._absent: dict[int, nn.Module] = {}
         self._take_out(layers)
@@ -100,73 +106,77 @@ class StageModel:
         fill_parameters(self.model, self._names, device)
 
     def time_layers(self, clock: StepClock) -> None:
-        """Let a clock take the phases of the stage, and when its layers begin and end."""
+        """Let a clock measure the phases of the stage, and the time of its layers."""
         self._clock = clock
         if self._sharded is not None:
             self._sharded.clock = clock
         self._time_layers()
 
     def _time_layers(self) -> None:
+        """Put hooks of the clock on the first and the last layer of this stage."""
         for timer in self._timers:
             timer.remove()
         clock = self._clock
-        held = [layer for layer in self._layers if not isinstance(layer, Absent)]
-        if held:
+        layers = [layer for layer in self._layers if not isinstance(layer, Absent)]
+        if layers:
             self._timers = [
-                held[0].register_forward_pre_hook(lambda *_: clock.enter_layers(), prepend=True),
-                held[-1].register_forward_hook(lambda *_: clock.leave_layers()),
+                layers[0].register_forward_pre_hook(lambda *_: clock.enter_layers(), prepend=True),
+                layers[-1].register_forward_hook(lambda *_: clock.leave_layers()),
             ]
 
     def change_layers(self, plan: Plan, device: torch.device) -> None:
-        """Hold the layers of another plan, whose ranks and stages are those of the one before.
+        """Switch to the layers of another plan with the same ranks and stages.
 
-        Parameters of layers that are new here have memory but no values; those of layers that went are freed.
+        Parameters of layers that move here get memory, but no values yet; those of layers that move away are freed.
         """
-        self.plan, stage = plan, plan.stage_of(self._rank)
+        self.plan = plan
+        stage = plan.stage_of(self._rank)
         if stage is None or stage.layers is None:
             return
         self._stage = stage
         self.is_writer = stage in plan.pipelines[0].stages and self._rank == stage.ranks[0]
         layers = self._layers
-        for i in range(len(layers)):
-            if not stage.layers[0] <= i < stage.layers[1]:
-                self._put_away(i)
-            elif i in self._absent:
-                layer = self._absent.pop(i)
+        first, end = stage.layers
+        for index in range(len(layers)):
+            if not first <= index < end:
+                self._put_away(index)
+            elif index in self._absent:
+                layer = self._absent.pop(index)
                 if self._cut is not None:
-                    self._cut.cut_layer(layer, f"{parts_of(self._pretrained).layers}.{i}")
-                layers[i] = with_memory(layer, device).train(self._decoder.training)
+                    self._cut.cut_layer(layer, f"{parts_of(self._pretrained).layers}.{index}")
+                layers[index] = with_memory(layer, device).train(self._decoder.training)
         self._time_layers()
 
     @property
     def configuration(self) -> Entries:
-        """The content of config.json of the whole model, as plain data."""
+        """Content of the uncut model's config.json."""
         content: Entries = json.loads(self._pretrained.config.to_json_string(use_diff=False))
         return {**content, "architectures": [type(self._pretrained).__name__]}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, by the names of the whole model; a tied parameter under its first name."""
-        held = self.model.named_parameters(remove_duplicate=False)
-        return {self._names[name]: parameter for name, parameter in held}
+        """Return this rank's parameters by their names in the uncut model; a tied one by the first of its names."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {self._names[name]: parameter for name, parameter in named}
 
     def partial_parameters(self) -> frozenset[str]:
-        """Names of parameters whose copies in a ``"tensor"`` stage have parts of a gradient's sum."""
+        """Return the names of parameters with partial gradients: each rank of a ``"tensor"`` stage has a summand."""
         if self._stage is None or self._stage.inner != "tensor":
             return frozenset()
-        ids = {id(p) for name, p in self._decoder.named_parameters() if name in partial_parameters(self._pretrained)}
+        partial_in_decoder = partial_parameters(self._pretrained)
+        ids = {id(parameter) for name, parameter in self._decoder.named_parameters() if name in partial_in_decoder}
         return frozenset(name for name, parameter in self.parameters().items() if id(parameter) in ids)
 
     def save_pretrained(self, folder: str) -> None:
         """Write the weights of all stages, and the configuration, as ``from_pretrained`` of transformers reads them.
 
         Args:
-            folder: that all ranks see.
+            folder: a path that every rank can see.
 
         Caller: every rank of the world.
 
         Raises:
-            ModelError: the model has adapters of PEFT, which a folder of a whole model does not hold.
-            CheckpointError: on every rank, when a rank cannot write.
+            ModelError: the model has PEFT adapters, which a folder of ``from_pretrained`` cannot contain.
+            CheckpointError: on every rank; a rank cannot write.
         """
         if getattr(self.model, "peft_config", None):
             raise ModelError(
@@ -180,10 +190,19 @@ class StageModel:
                 generation.save_pretrained(folder)
 
     def __call__(self, batch: StageBatch, hidden: Tensor | None) -> Tensor:
-        """Run the forward of a micro-batch: ``[b, s, H]`` or, on the last stage, this rank's summand of the loss.
+        """Run the forward of a micro-batch.
+
+        A rank of a ``"sequence"`` stage without tokens runs one dummy token, so that it takes part in collectives: a
+        column of zeros is appended to its empty hidden states, and is cut off the output.
+
+        Args:
+            hidden: [b, s, H] from the stage before; None on the first stage.
+
+        Returns:
+            [b, s, H]; on the last stage this rank's summand of the loss.
 
         Raises:
-            BatchError: the batch has entries that a stage cannot take.
+            BatchError: the batch has entries that a stage cannot take, or the last stage gets no labels.
         """
         inputs = self._inputs(batch)
         if self._sharded is None:
@@ -192,6 +211,7 @@ class StageModel:
         is_placeholder = hidden is not None and hidden.shape[1] == 0
         if hidden is not None:
             inputs.pop("input_ids")
+            # [b, 0, H] -> [b, 1, H]
             inputs["inputs_embeds"] = nn.functional.pad(hidden, (0, 0, 0, 1)) if is_placeholder else hidden
         if self._tiles is not None:
             self._tiles.begin(self._rank_tokens(batch.length))
@@ -205,35 +225,38 @@ class StageModel:
         return output[:, : self._tokens(batch.length, tokens)]
 
     def _loss_sum(self, inputs: Entries, labels: Tensor) -> Tensor:
-        """Token losses of this rank added up, and `measures` with them."""
+        """Return the sum of this rank's token losses, and add to `measures`."""
 
         def of_logits(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-            watched = () if self.measures is None else (measure_tokens(logits, labels, self._words),)
-            return (cross_entropy_sum(logits, labels, part=self._words), *watched)
+            loss_sum = cross_entropy_sum(logits, labels, part=self._words)
+            if self.measures is None:
+                return (loss_sum,)
+            return loss_sum, measure_tokens(logits, labels, self._words)
 
         if self._tiles is None:
-            loss_sum, *watched = of_logits(self._pretrained(**inputs, use_cache=False).logits, labels)  # type: ignore[operator]
+            loss_sum, *measures = of_logits(self._pretrained(**inputs, use_cache=False).logits, labels)  # type: ignore[operator]
         else:
-            made, run = self._decoder(**inputs, use_cache=False), self._pretrained.forward
-            loss_sum, *watched = self._tiles.sums(run, made, {**inputs, _LABELS: labels}, of_logits)
+            decoder_output = self._decoder(**inputs, use_cache=False)
+            batch = {**inputs, _LABELS: labels}
+            loss_sum, *measures = self._tiles.sums(self._pretrained.forward, decoder_output, batch, of_logits)
         if self.measures is not None:
-            self.measures += watched[0]
+            self.measures += measures[0]
         return loss_sum
 
     def _rank_tokens(self, length: int) -> tuple[int, ...]:
-        """Tokens of a sequence on every rank of this stage."""
+        """Return the tokens of a sequence on every rank of this stage."""
         if self._stage is None or self._stage.schedule is None:
             return (length,)
         return stream_placement(self._stage.schedule, length).rank_tokens
 
     def _tokens(self, length: int, otherwise: int) -> int:
-        """Tokens of this rank, 0 where a column of placeholders stands for none."""
+        """Return this rank's tokens, 0 if it runs a dummy token; ``otherwise`` if the stage shares no sequences."""
         if self._stage is None or self._stage.schedule is None:
             return otherwise
         return stream_placement(self._stage.schedule, length).tokens(self._rank)
 
     def _inputs(self, batch: StageBatch) -> Entries:
-        """Inputs of a forward from a micro-batch, on the model's device; a shard of it in a ``"sequence"`` stage."""
+        """Return the inputs of a forward on the model's device: the micro-batch, or this rank's shard of it."""
         device = next(iter(self.model.parameters())).device
         assert self._stage is not None
         if self._stage.schedule is None:
@@ -243,7 +266,9 @@ class StageModel:
 
     @contextlib.contextmanager
     def _forward_of_stage(self) -> Iterator[None]:
-        self._is_running, cut = True, self._cut
+        """Allow a forward inside, on shards in a ``"sequence"`` stage, with equal dropout in a ``"tensor"`` stage."""
+        self._is_running = True
+        cut = self._cut
         try:
             with contextlib.ExitStack() as stack:
                 if self._sharded is not None:
@@ -256,24 +281,29 @@ class StageModel:
 
     @property
     def _words(self) -> VocabularyPart | None:
-        """Words of the head on this rank of a ``"tensor"`` stage; None for all."""
+        """Words of the head on this rank of a ``"tensor"`` stage; None if it has all words."""
         return None if self._cut is None else self._cut.words
 
     def _expect_pipeline(self, *_: object) -> None:
-        """Refuse a forward of a stage alone, which would give something else than the model's."""
+        """Refuse a forward outside of the engine, which would run this stage only."""
         if not self._is_running:
             raise BatchError(
-                f"{type(self._pretrained).__name__} is cut into stages of pipelines, of which this rank has one: call "
-                "engine(**batch), on every rank. Generation and other uses of the model are not supported."
+                f"{type(self._pretrained).__name__} is cut into pipeline stages, of which this rank has one: call "
+                "engine(**batch) on every rank. Generation and other uses of the model are not supported."
             )
 
     def _take_out(self, layers: tuple[int, int]) -> None:
-        """Put `Absent` in the place of what other stages hold."""
+        """Replace the parts of other stages by `Absent`. ``layers``: of this stage, [first, end)."""
         parts = parts_of(self._pretrained)
-        for i in range(len(self._layers)):
-            if not layers[0] <= i < layers[1]:
-                self._put_away(i)
-        absent = [*(() if self.is_first else parts.before), *(() if self.is_last else parts.after)]
+        first, end = layers
+        for index in range(len(self._layers)):
+            if not first <= index < end:
+                self._put_away(index)
+        absent: list[str] = []
+        if not self.is_first:
+            absent += parts.before
+        if not self.is_last:
+            absent += parts.after
         for name in absent:
             setattr(self._decoder, name, Absent())
         if not self.is_last:
@@ -283,20 +313,20 @@ class StageModel:
 
     @property
     def _layers(self) -> nn.ModuleList:
-        """Of the decoder, present or not."""
+        """All layers of the decoder, `Absent` in the place of those of other stages."""
         layers: nn.ModuleList = getattr(self._decoder, parts_of(self._pretrained).layers)
         return layers
 
-    def _put_away(self, i: int) -> None:
-        """Free a layer, and keep what it is like, so that it can come back."""
-        layer = self._layers[i]
+    def _put_away(self, index: int) -> None:
+        """Free a layer. Its module is kept without memory, so that the layer can move back here."""
+        layer = self._layers[index]
         if not isinstance(layer, Absent):
-            self._absent[i] = without_memory(layer)
-            self._layers[i] = Absent()
+            self._absent[index] = without_memory(layer)
+            self._layers[index] = Absent()
 
 
 def outputs_with(loss: Tensor, measures: Tensor | None = None) -> Any:
-    """A transformers model's outputs with the global loss, and TRL's sums (`measure_tokens`; None without)."""
+    """Return outputs of a transformers model with the global loss, and TRL's sums, see `measure_tokens`."""
     from transformers.modeling_outputs import CausalLMOutput
 
     outputs = CausalLMOutput(loss=loss)
@@ -306,6 +336,6 @@ def outputs_with(loss: Tensor, measures: Tensor | None = None) -> Any:
 
 
 def _names_of_whole_model(model: nn.Module) -> Mapping[str, str]:
-    """By every name of a parameter, the first one: those of a tied parameter share it."""
+    """Map every name of a parameter to the first of its names; tied parameters have several."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
