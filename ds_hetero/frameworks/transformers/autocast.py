@@ -1,6 +1,7 @@
-"""Queries, keys and values under ``torch.autocast``, of which torch's own attention knows and ours would not.
+"""Cast queries, keys and values as ``torch.autocast`` does for torch's attention.
 
-Rotary products leave queries and keys in fp32 beside values in half precision; torch casts all three.
+Under autocast, rotary embeddings leave queries and keys in fp32, while values are in half precision. torch's attention
+is on autocast's list and gets all three in half precision; this engine's attention is not.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from torch import Tensor
 
 
 def cast_alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values in the data type that autocast gives to torch's attention; as they are without it."""
+    """Return queries, keys and values in autocast's data type; unchanged without autocast, and in fp64."""
     device = query.device.type
     if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
         return query, key, value

@@ -1,4 +1,8 @@
-"""Which tokens a layer's mask hides: read from the mask function that transformers composed for it."""
+"""Read from a composed mask function of transformers which tokens the mask hides.
+
+transformers composes masks from functions, which are in closures. For example, a causal mask with a window of 4096 is
+``and_masks(causal_mask_function, sliding_window_overlay(4096))``. Other parts than the known ones are refused.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,17 @@ _SUPPORTED = {*MASK_PARTS, "remap_positions_for_packed_sequence"}  # the last si
 
 
 class MaskKind(NamedTuple):
-    """Tokens that a layer's mask hides beside padding and other documents."""
+    """Tokens that a layer's mask hides, apart from padding and other documents."""
 
     causal: bool
     window: int | None  # keys further back than ``window - 1`` tokens; None if there is no limit
 
 
 def mask_kind(mask_function: FunctionType) -> MaskKind:
-    """Read a mask function of transformers' known parts. Raises `ModelError`: chunks, blocks, or the model's own."""
+    """Return the kind of a mask function. Raises `ModelError`: it has other parts, such as chunks or a custom mask."""
     parts = {_name(part): part for part in _parts(mask_function)}
-    if unsupported := sorted(set(parts) - _SUPPORTED):
+    unsupported = sorted(set(parts) - _SUPPORTED)
+    if unsupported:
         raise ModelError(
             f"a mask made of {', '.join(unsupported)} cannot be split over the sequence; causal, bidirectional and "
             "causal sliding-window masks can, with padding or packed documents. Train this model with "
@@ -37,7 +42,7 @@ def mask_kind(mask_function: FunctionType) -> MaskKind:
 
 
 def _parts(mask_function: FunctionType) -> Iterator[FunctionType]:
-    """The function and all functions in its closure, theirs included."""
+    """Yield the function and, recursively, all functions in its closure."""
     yield mask_function
     for cell in mask_function.__closure__ or ():
         contents = cell.cell_contents
@@ -47,7 +52,7 @@ def _parts(mask_function: FunctionType) -> Iterator[FunctionType]:
 
 
 def _name(part: FunctionType) -> str:
-    """Of the function in `transformers.masking_utils` that made it; qualified with its module for any other."""
+    """Return the name of the `transformers.masking_utils` function that made a part; MODULE.NAME for other parts."""
     if part.__module__ == masking_utils.__name__:
         return part.__qualname__.partition(".")[0]
     return f"{part.__module__}.{part.__qualname__}"

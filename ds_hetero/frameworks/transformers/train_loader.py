@@ -1,7 +1,9 @@
-"""The Trainer's training loader, whoever made it: a script's ``get_train_dataloader`` makes its own.
+"""The Trainer's training loader, also if the script overrides ``get_train_dataloader``.
 
-Whatever is prepared inside is shared out over replicas. A plain loader of a script's own is divided among ranks that
-take different batches; where ranks share each sequence, an epoch is as long as its samples are.
+loader                                         batches
+prepared by accelerate                         divided among replicas when it is prepared
+plain, replicas take different batches         divided here (`replica_samples`)
+plain, ranks share each sequence               read by all ranks; `count_batches` gives the length of an epoch
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Preparing = Callable[[], contextlib.AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class CountedLoader:
-    """A loader for counting: of the length that the model will be given."""
+    """A stand-in for a loader, for code that only asks for its length. ``length``: None if unknown."""
 
     dataset: Any
     length: int | None
@@ -43,11 +45,11 @@ class CountedLoader:
 def making_train_loader(
     trainer: Trainer, preparing: Preparing, batches: ReplicaBatches | None, *, is_of_rank: bool
 ) -> Iterator[None]:
-    """Let ``get_train_dataloader`` of a Trainer, or of a class derived from it, make a loader for this engine inside.
+    """Let ``get_train_dataloader`` of a Trainer, or of a subclass, return a loader for this engine inside.
 
     Args:
-        preparing: in which loaders are shared out over replicas.
-        batches: of replicas that take different ones.
+        preparing: a context in which accelerate divides loaders among replicas.
+        batches: of replicas that take different batches; None if all take equal ones.
         is_of_rank: see `replica_samples`.
     """
     make = trainer.get_train_dataloader
@@ -67,18 +69,21 @@ def making_train_loader(
 
 
 def _divide(loader: Any, batches: ReplicaBatches, made_in: str, is_of_rank: bool) -> Any:
-    """A script's own loader, of which this rank reads its samples. Raises `ConfigError` and `BatchError`."""
+    """Let a plain loader read this rank's samples only. Raises `ConfigError` and `BatchError`."""
     reports = on_all_ranks(lambda: describe_loader(loader, KNOWN_LOADERS, batches.replica_id))
     if not isinstance(loader, DataLoader):
         raise ConfigError(
-            f"{made_in} returned {type(loader).__name__}, which is no DataLoader: its samples cannot be shared out "
-            f"among ranks that take different batches ({batches.split}). Return a DataLoader of all samples."
+            f"{made_in} returned {type(loader).__name__}, not a DataLoader: its samples cannot be divided among ranks "
+            f"that take different batches ({batches.split}). Return a DataLoader of all samples."
         )
     expect_unsharded(reports, divides_samples=True)
     return replica_samples(loader, batches.split, batches.replica_id, is_of_rank=is_of_rank)
 
 
 def count_batches(trainer: Trainer, loader: Any) -> EpochLength:
-    """Batches of an epoch of this rank's replica, where ranks share each sequence; on every rank of the world."""
+    """Count the batches of an epoch of this rank's replica, if ranks share each sequence.
+
+    Caller: every rank of the world.
+    """
     replica = dist.get_rank() // trainer.get_sp_size()
     return epoch_length(loader, KNOWN_LOADERS, replica, f"{type(trainer).__name__}.get_train_dataloader")

@@ -1,14 +1,14 @@
-"""A forward of an evaluation: a sharded call whose loss is made as in training, and which gathers only on request.
+"""A forward of an evaluation: a sharded call that computes the loss as in training, and gathers results lazily.
 
-The model is given the whole batch, as one process gives it, and runs on this rank's shard. What `ShardedCall` puts
-together for a loss of whole sequences waits here until somebody reads it, so that a forward whose loss alone is of
-interest takes what a forward of training takes: of logits the shard's, or with ``"tile_tokens"`` a tile's.
+The model gets the whole batch, as in one process, and runs on this rank's shard. `ShardedCall` gathers all results,
+but this class gathers a result when it is read. So a forward of which only the loss is read needs no more memory than
+one of training: logits of the shard, or with ``"tile_tokens"`` of a tile.
 
-Where the loss comes from:
-
-    the model moves labels and calls a loss function of transformers    this rank's logits, or tiles of them
-    labels are in their own places, or the loss function is a script's  the model's own mean, times this rank's labels
-    TRL's fused head (``fused_lm_head``)                                TRL, from results of tokens
+    model                                                       loss
+    shifts labels, calls a loss function of transformers        cross entropy of this rank's logits, or of tiles
+    does not shift labels                                       mean over the replica of the model's own means
+    has a custom loss function                                  `loss_by_own_function`
+    TRL's fused head (``fused_lm_head``)                        mean over the replica of TRL's means
 
 Dimension key: B batch, L tokens of the sequence, s tokens of this rank, V vocabulary.
 """
@@ -37,17 +37,17 @@ _FUSED = "fused_lm_head"
 
 
 class EvaluationCall(ShardedCall):
-    """One forward of an evaluation; the arguments, callers and errors are those of `ShardedCall`.
+    """One forward of an evaluation. Arguments, callers and errors: see `ShardedCall`.
 
     Collectives: those of `ShardedCall` for the batch; one all_reduce of two numbers for the loss; one all_gather for
-        each result of tokens that is read.
+        each result that is read.
     """
 
     def __init__(self, model: Called, arguments: Batch, wanted: Wanted) -> None:
         super().__init__(model, arguments, wanted)
         self._is_fused = bool(arguments.get(_FUSED))
-        self._is_ours = not self._is_fused and _is_cross_entropy(model)  # the loss is made here
-        if self._is_ours and self._labels is not None:
+        self._computes_loss = not self._is_fused and _is_cross_entropy(model)  # here, not in the model
+        if self._computes_loss and self._labels is not None:
             for name in ("labels", "shift_labels"):
                 self.inputs.pop(name, None)
         self._loss_sum: Callable[[], Tensor] | None = None
@@ -55,36 +55,41 @@ class EvaluationCall(ShardedCall):
 
     @property
     def may_be_tiled(self) -> bool:
-        """Whether nothing but the loss needs logits, which tiles can make."""
-        return self._is_ours and self._labels is not None and not self._wanted.logits
+        """True if logits are needed only for the loss, which can be computed in tiles."""
+        return self._computes_loss and self._labels is not None and not self._wanted.logits
 
     @property
     def arguments_of_tiles(self) -> Entries:
-        """The shard with its labels."""
+        """The inputs of the shard, with its labels."""
         return {**self.inputs, "shift_labels": self._labels}
 
     def note_tiles(self, loss_sum: Callable[[], Tensor], all_logits: Callable[[], Tensor]) -> None:
-        """The forward has left out logits: what makes this rank's token losses added up, and logits [B, s, V]."""
-        self._loss_sum, self._all_logits = loss_sum, all_logits
+        """Record that the forward computed no logits.
+
+        Args:
+            loss_sum: computes the sum of this rank's token losses.
+            all_logits: computes the logits [B, s, V].
+        """
+        self._loss_sum = loss_sum
+        self._all_logits = all_logits
 
     def _expect_supported(self) -> None:
-        pass  # a loss of routers is of the whole replica, see `router_losses`
+        pass  # the auxiliary loss of routers is computed over the whole replica, see `router_losses`
 
     def _expect_cuttable(self, given: Batch) -> None:
-        # Replicas that take different batches in training are not weighed by them in an evaluation.
+        # Different batches of replicas are for training only; an evaluation does not weigh replicas by them.
         expect_number_of_logits(type(self._model.pretrained).__name__, self._kept_logits)
 
     def put_together(self, outputs: Any) -> Any:
-        """Outputs with the loss of the whole batch. Raises `ModelError`: a tuple."""
+        """Return outputs with the loss of the whole batch. Raises `ModelError`: the outputs are a tuple."""
         self._expect_named(outputs)
         one_shorter = type(outputs).__name__ in self._wanted.shorter_outputs
         loss = self._loss(outputs)
         present = {} if loss is None else {"loss": loss}
-        waiting = {
-            name: functools.partial(self._entry, name, entry, one_shorter)
-            for name, entry in outputs.items()
-            if name != "loss" and entry is not None
-        }
+        waiting: dict[str, Callable[[], Any]] = {}  # functions that gather an entry
+        for name, entry in outputs.items():
+            if name != "loss" and entry is not None:
+                waiting[name] = functools.partial(self._entry, name, entry, one_shorter)
         if not self._wanted.logits:
             return results_on_request(type(outputs), present, waiting)
         if self._wanted.of_sequence is not None and list(waiting) == ["logits"]:
@@ -92,43 +97,49 @@ class EvaluationCall(ShardedCall):
         return type(outputs)(**present, **{name: make() for name, make in waiting.items()})
 
     def _entry(self, name: str, entry: Any, one_shorter: bool) -> Any:
-        """One entry of the outputs, of the whole batch."""
+        """Gather one entry of the outputs: [B, s, ...] -> [B, L, ...]."""
         if name == "logits" and self._all_logits is not None:
             entry = self._all_logits()
-        rows = self._rows * self._columns
-        if isinstance(entry, Tensor) and entry.dim() == 2 and entry.shape[0] == rows != self._rows:
-            by_token = entry.reshape(self._rows, self._columns, -1)  # [B s, E] of routers
-            return self._whole(name, by_token, one_shorter).flatten(0, 1)
         if isinstance(entry, tuple):
-            return tuple(self._entry(name, each, one_shorter) for each in entry)
-        return entry if isinstance(entry, Tensor) and not entry.dim() else self._whole(name, entry, one_shorter)
+            return tuple(self._entry(name, part, one_shorter) for part in entry)
+        if isinstance(entry, Tensor) and not entry.dim():  # one number for the whole batch
+            return entry
+        num_tokens = self._rows * self._columns
+        if isinstance(entry, Tensor) and entry.dim() == 2 and entry.shape[0] == num_tokens != self._rows:
+            by_token = entry.reshape(self._rows, self._columns, -1)  # router logits are [B s, experts]
+            return self._whole(name, by_token, one_shorter).flatten(0, 1)
+        return self._whole(name, entry, one_shorter)
 
     @property
     def _rows(self) -> int:
         return int(self.inputs["position_ids"].shape[0])
 
     def _of_sequences(self, logits: Tensor, of_sequence: Callable[[Tensor, int], Any]) -> Any:
-        """What ``of_sequence`` makes of the logits [1, L, V] of each sequence, one after the other."""
-        made = []
+        """Apply ``of_sequence`` to the logits [1, L, V] of one sequence after the other, and join the results.
+
+        So the logits of one sequence are in memory at a time, not those of the batch.
+        """
+        results = []
         for row in range(self._rows):
             whole = self._whole_logits(logits[row : row + 1])
             assert whole is not None
-            made.append(of_sequence(whole, row))
-        return _joined(made)
+            results.append(of_sequence(whole, row))
+        return _joined(results)
 
     def _loss(self, outputs: ModelOutput) -> Tensor | None:
-        """The mean over the labels of the whole batch, or their sum over ``num_items_in_batch``."""
+        """Return the sum of the whole batch's token losses over its labels, or over ``num_items_in_batch``."""
         if self._labels is None:
             return None
-        term, num_tokens = self._model.router_term(outputs), self._labels.ne(IGNORE_INDEX).sum()
-        if self._is_ours:
-            of_tokens = self._sum_of_losses(outputs)
-            loss = sequence_parallel_loss(of_tokens, num_tokens, self._replica, num_labels=self._num_items)
+        term = self._model.router_term(outputs)
+        num_tokens = self._labels.ne(IGNORE_INDEX).sum()
+        if self._computes_loss:
+            token_sum = self._sum_of_losses(outputs)
+            loss = sequence_parallel_loss(token_sum, num_tokens, self._replica, num_labels=self._num_items)
         else:
             mean = outputs.get("loss")
             if mean is None:
                 return None
-            if self._model.own_loss and not self._is_fused:  # a mean of what it makes of parts is another loss
+            if self._model.own_loss and not self._is_fused:
                 loss = loss_by_own_function(
                     self._model.pretrained,
                     outputs.logits,
@@ -143,6 +154,7 @@ class EvaluationCall(ShardedCall):
         return loss + (term if self._num_items is None else term / self._wanted.num_replicas)
 
     def _sum_of_losses(self, outputs: ModelOutput) -> Tensor:
+        """Return the sum of this rank's token losses."""
         if self._loss_sum is not None:
             return self._loss_sum()
         assert self._labels is not None
@@ -156,7 +168,7 @@ class EvaluationCall(ShardedCall):
 
 
 def _is_cross_entropy(model: Called) -> bool:
-    """Whether the model's loss is the mean cross entropy of next tokens, so that it can be made from its logits."""
+    """Return True if the model's loss is the mean cross entropy of next tokens, computed from its logits."""
     if not model.moves_labels:
         return False
     function = getattr(model.pretrained, "loss_function", None)
@@ -165,15 +177,18 @@ def _is_cross_entropy(model: Called) -> bool:
 
 @functools.cache
 def _calls_loss_function(kind: type) -> bool:
-    """Whether the class asks ``self.loss_function``; one that does not would move the labels of a shard once more."""
+    """Return True if the class calls ``self.loss_function``, which takes shifted labels.
+
+    A forward that computes its loss itself would shift the labels of a shard a second time.
+    """
     try:
         return "loss_function" in inspect.getsource(kind.forward)  # type: ignore[attr-defined]
-    except (OSError, TypeError):  # made while the program runs
+    except (OSError, TypeError):  # a function without source, such as from exec
         return True
 
 
 def _joined(of_sequences: list[Any]) -> Any:
-    """Results of sequences, [1, ...] each or tuples of such, as one of the batch, [B, ...]."""
+    """Join results of sequences, [1, ...] or tuples of such, to one of the batch, [B, ...]."""
     first = of_sequences[0]
     if isinstance(first, tuple | list):
         return type(first)(_joined(list(parts)) for parts in zip(*of_sequences, strict=True))

@@ -1,9 +1,9 @@
-"""Loss functions that a script gives a model: ``model.loss_function = f``, transformers' public way.
+"""Custom loss functions of a model, which a script sets by ``model.loss_function = f``.
 
-One process calls f with the logits of all tokens and all labels, and f may do anything with them: weigh classes, divide
-by something else than the number of labels, mix tokens. A mean of its results on parts would be another loss. So the
-logits of a batch are put together on every rank, f is called as in one process, and its result is of the convention
-``"replica_mean"`` of `ds_hetero.runtime.loss`. That costs the memory of whole logits on every rank.
+One process calls f with the logits of all tokens and all labels. f may weigh classes, divide by another number than
+that of the labels, or mix tokens, so the mean of its results on shards would be another loss. Therefore every rank
+gathers the logits of the whole batch and calls f as one process does; the result has the convention ``"replica_mean"``
+of `ds_hetero.runtime.loss`. This costs the memory of the whole batch's logits on every rank.
 
 Dimension key: B batch, L tokens of the sequence, s tokens of this rank, V vocabulary.
 """
@@ -24,14 +24,14 @@ from ds_hetero.values.placement import Placement
 
 logger = logging.getLogger(__name__)
 
-# transformers.loss.loss_utils: token cross entropy of labels that are moved, and of labels in place
+# Functions of transformers.loss.loss_utils that compute the cross entropy of tokens, with or without shifted labels.
 _TOKEN_LOSSES = ("ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification")
 _STOCK_MODULE = "transformers.loss.loss_utils"
-LARGE_BYTES = 1 << 30  # of whole logits, which rank 0 warns of
+LARGE_BYTES = 1 << 30  # of gathered logits, from which on rank 0 warns
 
 
 def own_loss_function(pretrained: Any) -> str:
-    """Name of a model's loss function if it is not transformers' cross entropy of tokens; else empty."""
+    """Return the name of a model's loss function; empty if it is transformers' cross entropy of tokens."""
     function = getattr(pretrained, "loss_function", None)
     if function is None:
         return ""
@@ -49,20 +49,21 @@ def loss_by_own_function(
     moves_labels: bool,
     num_items: Any = None,
 ) -> Tensor:
-    """Loss of the whole batch by the model's own function, equal on all ranks; of the convention ``"replica_mean"``.
+    """Return the loss of the whole batch by the model's custom function, in the convention ``"replica_mean"``.
 
         logits         [B, s, V]
-        shift_labels   [B, s], of the token at the same place
+        shift_labels   [B, s], the label that the token at the same position predicts
+        result         [], equal on all ranks
 
     Args:
-        moves_labels: whether the function moves labels, which are then moved back before.
-        num_items: what the caller gave the model as ``num_items_in_batch``; None without.
+        moves_labels: whether the function shifts labels; they are then shifted back before.
+        num_items: ``num_items_in_batch`` of the caller; None without.
 
     Caller: every rank of the replica.
     Collectives: two all_gathers of results of tokens.
 
     Raises:
-        ModelError: the function returned something else than one number; on every rank.
+        ModelError: on every rank; the function did not return one number.
     """
     rows, _, vocabulary = logits.shape
     num_bytes = rows * placement.length * vocabulary * logits.element_size()
@@ -81,12 +82,12 @@ def loss_by_own_function(
     labels = gather_tokens(shift_labels, placement, replica)
     if moves_labels:
         labels = nn.functional.pad(labels[:, :-1], (1, 0), value=IGNORE_INDEX)
-    given = {} if num_items is None else {"num_items_in_batch": num_items}
-    loss = pretrained.loss_function(logits=whole, labels=labels, vocab_size=_vocabulary(pretrained), **given)
+    options = {} if num_items is None else {"num_items_in_batch": num_items}
+    loss = pretrained.loss_function(logits=whole, labels=labels, vocab_size=_vocabulary(pretrained), **options)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ModelError(
-            f"{name}, the loss_function of {type(pretrained).__name__}, returned {type(loss).__name__} and not one "
-            "number, which is what an engine runs backward on."
+            f"{name}, the loss_function of {type(pretrained).__name__}, returned {type(loss).__name__}, but backward "
+            "needs one number."
         )
     return loss.reshape(())
 

@@ -1,13 +1,19 @@
-"""Linear attention, state spaces and short convolutions of transformers' models, on shards.
+"""Linear attention, state-space layers and short convolutions of transformers' models, on shards.
 
-A modelling file calls its convolution and its scan by names of its module. While a model of the file is split, these
-names are doors: a door that is handed the sharded forward runs the layer over the whole sequence, any other call goes
-on to what stood there before. The decoder's pre-hook puts the forward into the decoder's keywords; transformers hands
-these to every layer and on to both functions, and activation checkpointing keeps them, so that the recomputation finds
-the same forward.
+A modelling file calls its convolution and its scan by names of its module, such as ``causal_conv1d_fn``. While a model
+of the file is sharded, wrappers ("doors") have these names:
 
-Whatever kernel stands behind a name (torch, flash-linear-attention, mamba-ssm, causal-conv1d) runs as it is: on every
-token of this rank's heads, or on this rank's tokens behind the few before them.
+    call of a door               action
+    with the sharded forward     run the layer over the whole sequence: convolutions get the last tokens of the rank
+                                 before, scans trade tokens for heads or pass states
+    any other                    call the original function
+
+The decoder's pre-hook adds the sharded forward to the decoder's keywords. transformers passes these to every layer and
+on to both functions. Activation checkpointing saves them, so a recomputation gets the same forward.
+
+The kernel behind a name (torch, flash-linear-attention, mamba-ssm, causal-conv1d) is not changed.
+
+Dimension key: B rows, s tokens of this rank, C channels, k kernel size, N heads or groups, H heads.
 """
 
 from __future__ import annotations
@@ -32,29 +38,30 @@ from ds_hetero.runtime.recurrent.convolution import convolution
 from ds_hetero.runtime.recurrent.scan import scan
 from ds_hetero.runtime.recurrent.scan_call import PassedState, Scan, Tensors
 
-KEYWORD = "ds_hetero_forward"  # under which layers are handed the sharded forward
+KEYWORD = "ds_hetero_forward"  # keyword argument by which layers and functions get the sharded forward
 
 LAYER_TYPES = ("linear_attention", "conv", "hybrid")
-"""Types of layers, as configurations name them, that go through doors where their file has some."""
+"""Values of ``layer_types`` in configurations whose layers call doors."""
 
 _CONVOLUTION = "causal_conv1d_fn"
 _CONVOLUTION_PLACES = ("hidden_states", "weight", "bias", "activation")
-_FUSED = "mamba2_split_conv1d_scan_combined"  # returns None without its kernel; models then call the two others
-_WITHOUT_DOOR = "mamba_selective_scan"  # Mamba-1: its arguments are [B, channels, s], and it is handed no keyword
-_PACKING = ("cu_seqlens", "seq_idx")  # the batch's layout knows the documents
+# Fuses convolution and scan. Without its kernel it returns None, and models then call the two others.
+_FUSED = "mamba2_split_conv1d_scan_combined"
+_WITHOUT_DOOR = "mamba_selective_scan"  # Mamba-1: its arguments are [B, channels, s], and it gets no keywords
+_PACKING = ("cu_seqlens", "seq_idx")  # dropped: the batch layout has the documents
 _STATES = ("initial_state", "initial_states")
 
 
 @dataclass(frozen=True, slots=True)
 class _ScanFunction:
-    """How models call a scan."""
+    """Signature of a scan, as models call it."""
 
-    positional: tuple[str, ...]  # names of the arguments that are given by place
-    inputs: tuple[str, ...]  # those that hold a value for every token, [B, s, N, ...]
-    parameters: tuple[str, ...]  # those that hold a value for every head, [H]
-    output_like: str  # the input of the output's shape
-    returns_state: bool  # whether it returns the output and the last state, or the output alone
-    reader: str | None = None  # the input that reads the state, of a scan whose state only decays; else None
+    positional: tuple[str, ...]  # names of its positional arguments
+    inputs: tuple[str, ...]  # arguments with a value for every token, [B, s, N, ...]
+    parameters: tuple[str, ...]  # arguments with a value for every head, [H]
+    output_like: str  # the input whose shape the output has
+    returns_state: bool  # whether it returns (output, last state) or only the output
+    reader: str | None = None  # of a scan whose state only decays: the input that reads the state; else None
 
 
 _DELTA_INPUTS = ("query", "key", "value", "g", "beta")
@@ -74,41 +81,45 @@ _SCANS = {
 
 
 class _Arguments(NamedTuple):
-    """Of one call, as they were given: kernels behind a name may call the ones by place something else."""
+    """Arguments of one call. Positional ones stay positional, because kernels may have other names for them."""
 
     args: tuple[Any, ...]
     kwargs: Entries
 
-    def by_name(self, places: tuple[str, ...]) -> Entries:
-        """All arguments by name."""
-        return dict(zip(places, self.args, strict=False)) | self.kwargs
+    def by_name(self, positional: tuple[str, ...]) -> Entries:
+        """Return all arguments by name. ``positional``: names of the positional ones."""
+        return dict(zip(positional, self.args, strict=False)) | self.kwargs
 
-    def call(self, function: Function, places: tuple[str, ...], by_name: Batch) -> Any:
-        """Call ``function`` in the same way with other values."""
-        args = (by_name[place] for place in places[: len(self.args)])
+    def call(self, function: Function, positional: tuple[str, ...], by_name: Batch) -> Any:
+        """Call ``function`` with other values, in the same positions and keywords."""
+        args = (by_name[name] for name in positional[: len(self.args)])
         return function(*args, **{name: by_name[name] for name in self.kwargs})
 
 
-_opened: Counter[tuple[str, str]] = Counter()  # (file, name) of a door: models that use it
+_opened: Counter[tuple[str, str]] = Counter()  # number of models that use a door, by (file, name)
 
 
 def has_doors(model: nn.Module) -> bool:
-    """Whether a file that ``model`` is made of calls a scan or a convolution that has a door."""
+    """Return True if a modelling file of ``model`` has a scan or a convolution for which there is a door."""
     return any(True for _ in _doors_of(model))
 
 
 def has_scan_without_door(model: nn.Module) -> bool:
-    """Whether a file that ``model`` is made of calls a scan that has no door."""
+    """Return True if a modelling file of ``model`` has a scan for which there is no door."""
     return any(hasattr(file, _WITHOUT_DOOR) for file in _files_of(model))
 
 
 def mixes_by_door(module: nn.Module) -> bool:
-    """Whether the convolution that ``module`` holds is one whose weight alone is read, in a call that has a door."""
+    """Return True for a depthwise convolution: models only read its weight, and call the function with the door."""
     return isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels
 
 
 def open_doors(model: nn.Module) -> Callable[[], None]:
-    """Put doors into the files that ``model`` is made of; return what takes them out with the last model of a file."""
+    """Put doors into the modelling files of ``model``.
+
+    Returns:
+        A function that closes them. A door is removed when the last model of its file is closed.
+    """
     names = list(_doors_of(model))
     for file, name in names:
         if not _opened[file.__name__, name]:
@@ -126,7 +137,7 @@ def open_doors(model: nn.Module) -> Callable[[], None]:
 
 
 def expect_doors_used(model: nn.Module, forward: ShardedForward) -> None:
-    """Refuse recurrent layers that used no door in the forward just run. Raises `ModelError`: their types."""
+    """Refuse recurrent layers that called no door in the forward that has just ended. Raises `ModelError`."""
     layer_types = getattr(model.config, "layer_types", None) or ()
     recurrent = sorted({str(kind) for kind in layer_types} & set(LAYER_TYPES))
     if recurrent and not forward.doors_used:
@@ -139,6 +150,7 @@ def expect_doors_used(model: nn.Module, forward: ShardedForward) -> None:
 
 
 def _doors_of(model: nn.Module) -> Iterator[tuple[ModuleType, str]]:
+    """Yield (file, name) of the functions that get doors."""
     for file in _files_of(model):
         for name in (_CONVOLUTION, _FUSED, *_SCANS):
             if hasattr(file, name):
@@ -146,13 +158,15 @@ def _doors_of(model: nn.Module) -> Iterator[tuple[ModuleType, str]]:
 
 
 def _files_of(model: nn.Module) -> Iterator[ModuleType]:
-    """The modelling files of transformers that the modules' classes are of."""
-    files = {type(module).__module__: None for module in model.modules()}
-    return (sys.modules[file] for file in files if file.startswith("transformers."))
+    """Yield transformers' modules in which the classes of the model's modules are defined, each once."""
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    for name in names:
+        if name.startswith("transformers."):
+            yield sys.modules[name]
 
 
 def _door(name: str, original: Function) -> Function:
-    """Function that stands in a file for ``original``."""
+    """Return the door for ``original``."""
 
     @functools.wraps(original)
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -162,7 +176,7 @@ def _door(name: str, original: Function) -> Function:
             expect_whole_batch()
             return original(*args, **kwargs)
         if name == _FUSED:
-            return None
+            return None  # as without its kernel, so that the model calls convolution and scan, which have doors
         forward.doors_used.add(name)
         given = _Arguments(args, {key: value for key, value in kwargs.items() if key not in _PACKING})
         if name == _CONVOLUTION:
@@ -173,7 +187,7 @@ def _door(name: str, original: Function) -> Function:
 
 
 def _convolution(original: Callable[..., Tensor], forward: ShardedForward, given: _Arguments) -> Tensor:
-    """The convolution of hidden states [B, C, s] with a weight [C, k]."""
+    """Convolve hidden states [B, C, s] with a weight [C, k]. A rank without tokens has one dummy token."""
     by_name = given.by_name(_CONVOLUTION_PLACES)
     x, size = by_name["hidden_states"], by_name["weight"].shape[-1]
 
@@ -190,10 +204,11 @@ def _scan(name: str, original: Function, forward: ShardedForward, given: _Argume
     function = _SCANS[name]
     by_name = given.by_name(function.positional)
     asks_for_state = not function.returns_state and by_name.get("return_final_states")
-    if asks_for_state or any(by_name.get(given_one) is not None for given_one in (*_STATES, "z")):
+    has_state_or_gate = any(by_name.get(argument) is not None for argument in (*_STATES, "z"))
+    if asks_for_state or has_state_or_gate:
         raise ModelError(
-            f"{name} is given or asked for a state, or given a gate, in a sharded forward, which cannot be split. Call "
-            "the model with use_cache=False."
+            f"{name} gets or returns a state, or gets a gate, in a sharded forward; such a call cannot be split over "
+            "the sequence. Call the model with use_cache=False."
         )
     inputs = {key: by_name[key][:, :0] if forward.is_placeholder else by_name[key] for key in function.inputs}
     parameters = {key: by_name[key] for key in function.parameters if by_name.get(key) is not None}
@@ -214,7 +229,10 @@ def _scan(name: str, original: Function, forward: ShardedForward, given: _Argume
 
 
 def _passed_state(function: _ScanFunction, reader: str, original: Function, given: _Arguments) -> PassedState | None:
-    """Of Mamba-2: a token leaves exp(A dt) of the state before it; None where the last state cannot be asked for."""
+    """Describe how Mamba-2's state decays: a token leaves exp(A dt) of the state before it.
+
+    None if the call has no ``return_final_states``, so that the last state cannot be computed.
+    """
     by_name = given.by_name(function.positional)
     if "return_final_states" not in given.kwargs:
         return None

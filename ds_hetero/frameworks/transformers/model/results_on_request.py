@@ -1,10 +1,11 @@
-"""Outputs of a model some of whose entries are made when they are read by name, and not before.
+"""Model outputs with lazy entries, which are computed when they are first read by name.
 
-    outputs.logits, outputs["logits"], outputs.get("logits"), outputs.to_tuple()      make them
-    for name in outputs, outputs.keys(), outputs.items(), outputs.values()            leave them out
+    outputs.logits, outputs["logits"], outputs.get("logits"), outputs.to_tuple()      compute the entry
+    for name in outputs, outputs.keys(), outputs.items(), outputs.values()            leave it out
 
-ZeRO-3 and others go over all that a module returns; they would make every entry. To make one is a collective call of
-the ranks that share the sequences: whoever reads it on one rank has to read it on all.
+Iteration leaves lazy entries out, because ZeRO-3 and others iterate over all outputs of a module and would compute
+every entry. Computing an entry is collective over the ranks that share the sequences: if one rank reads it, all have
+to.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Makers = Mapping[str, Callable[[], Any]]
 
 
 class _OnRequest:
-    """What `results_on_request` puts before a class of outputs."""
+    """Base class that `results_on_request` adds to a class of outputs."""
 
     _waiting: dict[str, Callable[[], Any]]
 
@@ -36,24 +37,25 @@ class _OnRequest:
         return key in self._waiting or super().__contains__(key)  # type: ignore[misc]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of a dictionary."""
+        """Return an entry, as a dictionary does."""
         return self[key] if key in self else default  # noqa: SIM401  (it is this method)
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """All entries, in the order in which the model declares them."""
+        """Return all entries, lazy ones too, in the order in which the class declares them."""
         for name in list(self._waiting):
             self._make(name)
         return super().to_tuple()  # type: ignore[misc,no-any-return]
 
     def _make(self: Any, name: str) -> None:
-        made = self._waiting.pop(name)()
-        if made is None:
+        """Compute a lazy entry, and move all entries to the order of the class."""
+        entry = self._waiting.pop(name)()
+        if entry is None:
             return
-        self[name] = made
+        self[name] = entry
         present = list(self)
-        for known in type(self).__dataclass_fields__:  # in this order, whenever an entry was made
-            if known in present:
-                self.move_to_end(known)
+        for field in type(self).__dataclass_fields__:
+            if field in present:
+                self.move_to_end(field)
 
 
 @functools.cache
@@ -62,7 +64,7 @@ def _kind_of(kind: Any) -> Any:
 
 
 def results_on_request(kind: type, present: Mapping[str, Any], waiting: Makers) -> Any:
-    """Outputs of class ``kind`` with entries that are ``present``, and others that are made when they are read."""
-    made = _kind_of(kind)(**present)
-    vars(made)["_waiting"] = dict(waiting)
-    return made
+    """Return outputs of class ``kind`` with the ``present`` entries, and lazy ones that ``waiting`` computes."""
+    outputs = _kind_of(kind)(**present)
+    vars(outputs)["_waiting"] = dict(waiting)
+    return outputs

@@ -1,8 +1,10 @@
-"""The load-balancing loss of transformers' mixtures of experts, taken over the whole replica.
+"""Compute the load-balancing loss of transformers' mixtures of experts over the whole replica.
 
-A model with a head calls ``load_balancing_loss_func`` by that name of its modelling file, behind its decoder. While a
-model of the file is split, a door stands there: router logits that a sharded forward made are marked with the forward,
-and go to `ds_hetero.runtime.loss`; any others go on to the original.
+A model with a head calls ``load_balancing_loss_func`` of its modelling file after its decoder. While a model of the
+file is sharded, a wrapper ("door") has this name:
+
+    router logits of a sharded forward (marked by `mark_router_logits`)    `ds_hetero.runtime.loss.load_balancing_loss`
+    any other                                                              the original function
 """
 
 from __future__ import annotations
@@ -26,25 +28,27 @@ from ds_hetero.runtime.loss import load_balancing_loss
 
 _NAME = "load_balancing_loss_func"
 _MARK = "ds_hetero_forward"
-_NODES_ABOVE_LOGITS = 4  # of the graph above router logits
+# How far up the autograd graph a mark is searched: views and casts between the router and the loss. Chosen.
+_NODES_ABOVE_LOGITS = 4
 
-_opened: Counter[str] = Counter()  # file: models that use its door
+_opened: Counter[str] = Counter()  # number of models that use the door, by file
 
 
 def has_router_loss(pretrained: PretrainedModel) -> bool:
-    """Whether the model's loss of its routers goes through a door."""
+    """Return True if the model's file has the function, so that its auxiliary loss can go through a door."""
     return hasattr(_file_of(pretrained), _NAME)
 
 
 def adds_router_loss(pretrained: PretrainedModel) -> bool:
-    """Whether the model's loss has a term of its routers, by its configuration."""
+    """Return True if the model adds an auxiliary loss of routers, by its configuration."""
     return has_router_loss(pretrained) and bool(getattr(pretrained.config.get_text_config(), "output_router_logits", 0))
 
 
 def open_router_loss(pretrained: PretrainedModel) -> Callable[[], None]:
-    """Put doors into the model's file, if it calls the function; return what takes them out with their last model.
+    """Put a door into the model's file, and into Mixtral's, whose function TRL's fused head calls for every model.
 
-    TRL's fused head calls the function of Mixtral's file for every model, so there is one there, too.
+    Returns:
+        A function that closes them. A door is removed when the last model of its file is closed.
     """
     if not has_router_loss(pretrained):
         return lambda: None
@@ -64,16 +68,17 @@ def open_router_loss(pretrained: PretrainedModel) -> Callable[[], None]:
 
 
 def mark_router_logits(output: object, forward: ShardedForward) -> None:
-    """Remember which forward made the router logits in a decoder's ``output``."""
+    """Mark the router logits in a decoder's ``output`` with the forward that computed them."""
     for logits in getattr(output, "router_logits", None) or ():
         if isinstance(logits, Tensor):
             setattr(logits, _MARK, forward)
-            if logits.grad_fn is not None:  # which ZeRO-3 keeps where it puts other tensors into a module's output
+            # ZeRO-3 replaces the tensors in a module's output by others, but keeps their graph.
+            if logits.grad_fn is not None:
                 cast("Entries", logits.grad_fn.metadata)[_MARK] = forward
 
 
 def _forward_of(logits: Tensor) -> ShardedForward | None:
-    """The forward that `mark_router_logits` has marked router logits with."""
+    """Return the forward with which router logits are marked, on the tensor or in its graph; None without a mark."""
     forward: ShardedForward | None = getattr(logits, _MARK, None)
     node = logits.grad_fn
     for _ in range(_NODES_ABOVE_LOGITS):
@@ -85,7 +90,7 @@ def _forward_of(logits: Tensor) -> ShardedForward | None:
 
 
 def router_term(pretrained: PretrainedModel, outputs: object) -> Tensor | float:
-    """Term that the model adds to its loss for its routers, for a loss that is made from its logits."""
+    """Return the weighted auxiliary loss of routers in a model's outputs; 0 if there is none."""
     loss = getattr(outputs, "aux_loss", None)
     weight = getattr(pretrained.config.get_text_config(), "router_aux_loss_coef", 0) or 0
     return weight * loss if isinstance(loss, Tensor) else 0.0
@@ -107,7 +112,7 @@ def _door(original: Function) -> Function:
         forward = _forward_of(gate_logits[0]) if gate_logits else None
         if gate_logits is None or forward is None:
             return original(gate_logits, num_experts, top_k, attention_mask)
-        gates = [logits.reshape(-1, logits.shape[-1]) for logits in gate_logits]
+        gates = [logits.reshape(-1, logits.shape[-1]) for logits in gate_logits]  # [B s, experts] of each layer
         real = torch.ones(len(gates[0]), device=gates[0].device)
         if attention_mask is not None:
             real = attention_mask.reshape(-1).to(real)

@@ -1,9 +1,12 @@
-"""A shard is never taken for a whole sequence: every call of a transformers model looks for one in its arguments.
+"""Refuse calls of transformers models that would take a shard for a whole sequence.
 
-Shards come from our loader, which marks them and remembers the latest (`note_shard`). A model that was never
-switched to our attention would compute on one as if it were a whole sequence, without an error; a switched one does, if
-its forward goes another way than through our hooks. Both are refused. Costs a look at the arguments per call of a
-`PreTrainedModel`, which is once or twice per forward. A call inside compiled code is not looked at.
+    model                                                  arguments    action
+    not switched to this engine's attention                a shard      refuse: it would treat it as a whole sequence
+    switched                                               a shard      refuse if the forward bypasses our hooks
+    any                                                    no shard     call it
+
+The loader marks shards and remembers the latest ones (`note_shard`). The check looks at the arguments of each call of a
+`PreTrainedModel`, once or twice per forward. Calls inside compiled code are not checked.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from ds_hetero.runtime.data.shards import forget_shards, is_shard
 
 
 def install(patches: Patches) -> None:
-    """Let every call of a `PreTrainedModel` look for shards."""
+    """Check the arguments of every call of a `PreTrainedModel`."""
     patches.add(PreTrainedModel, "__call__", _call)
     patches.on_undo(forget_shards)
 
@@ -37,8 +40,8 @@ def _call(model: PreTrainedModel, *args: object, **kwargs: object) -> object:
             return nn.Module.__call__(model, *args, **kwargs)
     if is_shard(*arguments):
         raise BatchError(
-            f"this {type(model).__name__} is not trained by ds_hetero, and was given a batch of handle.dataloader, of "
-            "which this rank holds a part only. Give it whole batches, from the loader that handle.dataloader wraps: a "
+            f"this {type(model).__name__} is not trained by ds_hetero, but got a batch of handle.dataloader, of which "
+            "this rank has only a shard. Give it whole batches, from the loader that handle.dataloader wraps: a "
             "reference model runs on those, on every rank."
         )
     return nn.Module.__call__(model, *args, **kwargs)
