@@ -1,11 +1,15 @@
-"""An attention and a mask function of our own, registered with transformers.
+"""This engine's attention function and mask function, registered with transformers under the name ``ds_hetero``.
 
-transformers calls the mask function once per forward and passes its result to every layer, unread. While a sharded
-forward runs, ours returns a `ShardedMask`: the layout of the batch and the replica. So every layer knows what to do,
-also when activation checkpointing runs it again in the backward, where nothing else of the forward is left. At any
-other time (evaluation, generate) both functions pass the call on to the implementation that the model had before.
+transformers calls the mask function once per forward, and passes its result to every layer without reading it:
 
-Nothing that transformers registers is overwritten, and other models in the process are not touched.
+    during a sharded forward      `_mask` returns a `ShardedMask`, which has the batch layout and the replica; a layer
+                                  that passes it to `_attention` runs over the whole sequence
+    in the backward               checkpointing runs a layer again with the same mask, the only trace of its forward
+    else (evaluation, generate)   both functions call the implementation that the model had before
+
+No function of transformers is overwritten, and other models in the process are not affected.
+
+Dimension key: B rows, s tokens of this rank, H query heads, G key/value heads, D head size, Dv head size of values.
 """
 
 from __future__ import annotations
@@ -33,12 +37,12 @@ from ds_hetero.runtime.attention.attention import AttentionSpec, attention
 from ds_hetero.runtime.attention.kernels import select
 from ds_hetero.runtime.data.shards import Batch
 
-NAME = "ds_hetero"  # of our attention implementation
+NAME = "ds_hetero"  # of this engine's attention implementation
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedMask:
-    """Stands in place of a layer's mask during a sharded forward; it can pass it on, and nothing else."""
+    """Replaces the mask of a layer during a sharded forward. A layer can only pass it on to its attention."""
 
     forward: ShardedForward
     kind: MaskKind
@@ -53,7 +57,7 @@ class ShardedMask:
 
 
 class _MaskReadError(ModelError, AttributeError):
-    """An error by name, and "no" for whoever asks whether a mask has an attribute."""
+    """Both an error of this package, and an AttributeError, so that ``hasattr(mask, ...)`` returns False."""
 
 
 _MASK_READ = (
@@ -66,7 +70,7 @@ _select = functools.lru_cache(select)
 
 
 def install(patches: Patches) -> None:
-    """Register the two functions with transformers."""
+    """Register the attention function and the mask function with transformers."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     patches.on_undo(lambda: AttentionInterface._global_mapping.pop(NAME))
@@ -74,22 +78,23 @@ def install(patches: Patches) -> None:
 
 
 def keep_attention_function(name: str) -> Callable[[], None]:
-    """Remember the attention function that is registered under ``name``; return what puts it back."""
+    """Remember the attention function that is registered under ``name``. Return a function that restores it."""
     registered = ALL_ATTENTION_FUNCTIONS._local_mapping
-    before = registered.get(name)
+    former = registered.get(name)
 
     def restore() -> None:
         registered.pop(name, None)
-        if before is not None:
-            registered[name] = before
+        if former is not None:
+            registered[name] = former
 
     return restore
 
 
 def expect_whole_batch(config: ModelConfig | None = None) -> None:
-    """Outside of a sharded forward: refuse a shard that our hooks did not see, and layers that are called directly.
+    """Refuse attention on a shard outside of a sharded forward.
 
-    What recomputes layers in a backward was a forward before, of which the mask tells which.
+    This happens if a forward bypasses this engine's hooks, or if a script calls layers directly. In a backward, layers
+    that are recomputed call attention outside of a forward, too; their mask says that they belong to one.
     """
     mode = forward_mode()
     if mode.is_compared:
@@ -101,7 +106,7 @@ def expect_whole_batch(config: ModelConfig | None = None) -> None:
             'sequence: train it with "sequence_parallel_size": 1.'
         )
     owner = None if config is None else owner_of(config)
-    recomputes = torch._C._current_graph_task_id() != -1
+    recomputes = torch._C._current_graph_task_id() != -1  # -1: no backward runs in this thread
     if owner is not None and owner.takes_shards and not mode.is_whole and not recomputes:
         raise ModelError(
             "attention runs outside of the forwards that ds_hetero splits, so that each rank would attend to its own "
@@ -156,7 +161,7 @@ def _attention(
 
 @dataclass(frozen=True)
 class _LayerOptions:
-    """Options that layers pass to an attention function behind the mask, in the order of ``sdpa_attention_forward``."""
+    """Arguments after the mask that layers pass to an attention function, in ``sdpa_attention_forward``'s order."""
 
     dropout: float = 0.0
     scaling: float | None = None
@@ -175,11 +180,19 @@ class _LayerOptions:
 def _sharded_attention(
     layer: str, qkv: tuple[Tensor, Tensor, Tensor], mask: ShardedMask, options: _LayerOptions
 ) -> Tensor:
-    """Of query [B, H, s, D], key [B, G, s, D] and value [B, G, s, Dv], Dv <= D: [B, s, H, Dv]."""
+    """Compute attention over the whole sequence.
+
+    query     [B, H, s, D]
+    key       [B, G, s, D]
+    value     [B, G, s, Dv], Dv <= D; padded to D
+    result    [B, s, H, Dv]
+    """
     query, key, value = cast_alike(*qkv)
-    forward, head_dim, value_dim = mask.forward, query.shape[-1], value.shape[-1]
+    forward = mask.forward
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
     schedule = forward.replica.schedule
-    heads, expected = (query.shape[1], key.shape[1]), (schedule.num_heads, schedule.num_kv_heads)
+    heads = (query.shape[1], key.shape[1])
+    expected = (schedule.num_heads, schedule.num_kv_heads)
     if heads != expected:
         raise ModelError(
             f"{layer} computes attention with {heads[0]} heads over {heads[1]} key/value heads, where the model's "
@@ -193,7 +206,7 @@ def _sharded_attention(
         )
     if value_dim < head_dim:
         value = nn.functional.pad(value, (0, head_dim - value_dim))
-    if forward.is_placeholder:
+    if forward.is_placeholder:  # the only token is a dummy: compute with none, and append zeros below
         query, key, value = query[:, :, :0], key[:, :, :0], value[:, :, :0]
     spec = AttentionSpec(
         kernel=_select(query.device, query.dtype, head_dim, options.softcap, forward.kernel),
@@ -211,7 +224,7 @@ def _sharded_attention(
 
 
 def _problem(options: _LayerOptions, mask: ShardedMask, head_dim: int, value_dim: int) -> str | None:
-    """The option that a layer asks for and cannot have, or None."""
+    """Return the option of a layer that cannot be computed on shards; None if there is none."""
     if options.dropout:
         return f"dropout={options.dropout} inside attention; set the model's attention dropout to 0"
     if options.position_bias is not None:

@@ -1,14 +1,14 @@
-"""Evaluation of the Hugging Face Trainer over shards: what one process computes, on sequences that fit only when split.
+"""Evaluate with the Hugging Face Trainer over shards, for sequences that fit only when they are sharded.
 
-All ranks of a replica read the same whole rows, and each forward of the model is an evaluation call, which is cut where
-the model is entered (`ds_hetero.frameworks.transformers.model.evaluation_call`). So what the Trainer, its subclasses
-and the user's functions do with batches, outputs and metrics is what they do on one process. P replicas are P processes
-that read b rows each. What is put right here is what transformers computes otherwise on P processes than on one that
-reads P * b rows:
+All ranks of a replica read the same whole rows, and each forward is an evaluation call, which is sharded at the model
+(`ds_hetero.frameworks.transformers.model.evaluation_call`). So the Trainer, its subclasses and the user's functions see
+the batches, outputs and metrics of one process. To them, P replicas are P processes that read b rows each. Three things
+differ in transformers between P processes and one process with P * b rows, and are corrected here:
 
-    the loss of a step      the mean over the labels of all replicas, on every rank (transformers: of each process)
-    rows repeated           accelerate fills the last batch up with rows read before; their labels count nothing
-    the loss of the last    its values are equal on all ranks, so that transformers may cut them to the number of rows
+    loss of a step         mean over the labels of all replicas, on every rank; transformers: of each process
+    repeated rows          accelerate fills the last batch up with earlier rows; their labels are set to -100
+    loss of last batch     transformers repeats it by the rows of a full batch and cuts it to the real rows, which is
+                           right because its values are equal on all ranks
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ from ds_hetero.runtime.data.shards import IGNORE_INDEX, Entries
 
 logger = logging.getLogger(__name__)
 
-_OF_LIBRARIES = ("transformers", "trl")  # whose ``compute_loss`` reads no logits but those it asks for
+_LIBRARIES = ("transformers", "trl")  # whose ``compute_loss`` needs only logits that it requests
 
 
 def is_sharded(registry: Registry, trainer: Trainer) -> bool:
-    """Whether a Trainer trains with sequence parallelism by this engine."""
+    """Return True if a Trainer trains with this engine's sequence parallelism."""
     return registry.adapters.processes.asks_for_engine(trainer.accelerator) and trainer.get_sp_size() > 1
 
 
 def loss_from_logits(trainer: Trainer) -> bool:
-    """Whether the Trainer makes the loss from the logits and labels of whole sequences."""
+    """Return True if the Trainer computes the loss from logits and labels of whole sequences."""
     by_stock = trainer.label_smoother is not None or trainer.compute_loss_func is not None
     return by_stock or _computes_from_labels(type(trainer).compute_loss)
 
 
 def _computes_from_labels(compute_loss: Function) -> bool:
-    """Whether a ``compute_loss`` of a script's own takes ``labels`` out of the batch, and leaves nothing to stock's.
+    """Return True if a script's ``compute_loss`` takes ``labels`` from the batch and does not call stock's.
 
-    That is how transformers' documentation writes one: it is given whole batches and all logits. The code that is
-    looked at is the function's own: its names hold those of the attributes it reads, ``super().compute_loss`` too.
+    transformers' documentation shows such a function; it expects whole batches and all logits. It is recognized by its
+    compiled code: "labels" is one of its constants, and ``super().compute_loss`` would be one of its names.
     """
     code = getattr(inspect.unwrap(compute_loss), "__code__", None)
-    if code is None or compute_loss.__module__.partition(".")[0] in (*_OF_LIBRARIES, "ds_hetero"):
+    if code is None or compute_loss.__module__.partition(".")[0] in (*_LIBRARIES, "ds_hetero"):
         return False
     return "labels" in code.co_consts and "compute_loss" not in code.co_names
 
 
 def accepts_loss_kwargs(trainer: Trainer) -> bool:
-    """Whether the Trainer counts the labels of a step on one process, by its own rule."""
+    """Return True if the Trainer would count the labels of a step in one process, by the rule of its ``__init__``."""
     model = pretrained_of(trainer.model)
     accepts: bool | None = getattr(model, "accepts_loss_kwargs", None)
     if accepts is not None:
@@ -73,16 +73,20 @@ def accepts_loss_kwargs(trainer: Trainer) -> bool:
 
 
 def evaluates_shards(registry: Registry, trainer: Trainer) -> bool:
-    """Whether ``evaluate`` and ``predict`` of a Trainer run over shards; call it on every rank.
+    """Return True if ``evaluate`` and ``predict`` of a Trainer run over shards. Call it on every rank.
 
-    A loss that is made from logits is made of results that are put together, whatever the section says: the Trainer's
-    model takes no batches of one rank while it trains so.
+    Trainer                                                  over shards
+    not sharded, pipelined, or needs whole sequences         no
+    inside handle.sharded() or handle.unsharded()            as these say
+    computes its loss from logits                            yes: in training, its model takes no batches of one rank
+    else                                                     "evaluation" of the section, or the model's default
     """
     if not is_sharded(registry, trainer) or registry.is_pipelined(trainer.model):
         return False
     if registry.adapters.trainers.needs_whole_sequences(trainer):
         return False
-    if (is_set := sharding_is_set()) is not None:
+    is_set = sharding_is_set()
+    if is_set is not None:
         return is_set
     if loss_from_logits(trainer):
         return True
@@ -93,10 +97,11 @@ def evaluates_shards(registry: Registry, trainer: Trainer) -> bool:
     assert request.section is not None
     if request.is_of_pipelines:
         return False
-    return (request.section.evaluation or _usual(trainer)) == "sharded"
+    return (request.section.evaluation or _default_of(trainer)) == "sharded"
 
 
-def _usual(trainer: Trainer) -> str:
+def _default_of(trainer: Trainer) -> str:
+    """Return the value of "evaluation" for a section that has none."""
     return "whole" if why_evaluated_whole(pretrained_of(trainer.model)) else "sharded"
 
 
@@ -110,7 +115,7 @@ def run_evaluation_loop(
     *args: object,
     **kwargs: object,
 ) -> object:
-    """Replace ``Trainer.evaluation_loop``, which ``evaluate`` and ``predict`` run."""
+    """Replace ``Trainer.evaluation_loop``, which ``evaluate`` and ``predict`` call."""
     loop = functools.partial(stock, trainer, dataloader, description, prediction_loss_only, *args, **kwargs)
     if registry.is_pipelined(trainer.model):
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
@@ -136,9 +141,9 @@ def run_evaluation_loop(
 
 
 def _cut_to_rows(trainer: Trainer, values: Any, *_: object, **__: object) -> Any:
-    """In place of ``gather_for_metrics`` where all ranks evaluate the same batch: as many as the last batch has rows.
+    """Replace ``gather_for_metrics`` if all ranks evaluate the same batch: cut values to the rows of the last batch.
 
-    The Trainer repeats a loss by the rows of a full batch, and leaves it to that function to cut them.
+    The Trainer repeats a loss by the rows of a full batch, and expects this function to cut off what is too much.
     """
     state = trainer.accelerator.gradient_state
     is_cut = state.end_of_dataloader and state.remainder > 0 and isinstance(values, Tensor) and values.dim()
@@ -165,7 +170,7 @@ class _StepsOverShards:
     """The steps of one evaluation loop of a Trainer.
 
     Args:
-        dataloader: of accelerate, which deals rows out to replicas.
+        dataloader: prepared by accelerate, which divides rows among replicas.
     """
 
     def __init__(self, registry: Registry, trainer: Any, dataloader: Any, num_replicas: int) -> None:
@@ -204,7 +209,7 @@ class _StepsOverShards:
     def _predict(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """In place of ``prediction_step``."""
+        """Replace ``prediction_step``: run stock's as an evaluation call, and average the loss over replicas."""
         trainer = self._trainer
         split = self._registry.find_split(trainer.model)
         assert split is not None
@@ -228,19 +233,19 @@ class _StepsOverShards:
         return loss, logits, labels
 
     def _note_items(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of ``_get_num_items_in_batch``: labels of all replicas, by which ``prediction_step`` divides."""
+        """Extend ``_get_num_items_in_batch``: note if ``prediction_step`` divides by the labels of all replicas."""
         items = self._count_items(*args, **kwargs)
         self._divides_by_all_labels = items is not None
         return items
 
     @property
     def _may_preprocess(self) -> bool:
-        """Whether nobody but ``preprocess_logits_for_metrics`` reads the logits of a step."""
-        by_library = type(self._trainer).compute_loss.__module__.partition(".")[0] in _OF_LIBRARIES
+        """True if only ``preprocess_logits_for_metrics`` reads the logits of a step."""
+        by_library = type(self._trainer).compute_loss.__module__.partition(".")[0] in _LIBRARIES
         return self._preprocess is not None and by_library and not loss_from_logits(self._trainer)
 
     def _of_sequence(self, inputs: Any) -> Callable[[Tensor, int], Any]:
-        """``preprocess_logits_for_metrics`` of one sequence, as soon as its logits are put together."""
+        """Return a function that applies ``preprocess_logits_for_metrics`` to the gathered logits of one sequence."""
         names = self._trainer.label_names
         labels = tuple(inputs.get(name) for name in names)
 
@@ -253,7 +258,7 @@ class _StepsOverShards:
         return of_sequence
 
     def _preprocess_rest(self, logits: Any, labels: Any) -> Any:
-        """In place of ``preprocess_logits_for_metrics`` of a batch."""
+        """Replace ``preprocess_logits_for_metrics``, unless it was already applied to each sequence."""
         assert self._preprocess is not None
         return logits if self._made_sequences else self._preprocess(logits, labels)
 
@@ -264,7 +269,7 @@ class _StepsOverShards:
         return (labels[..., 1:] if moved else labels).ne(IGNORE_INDEX).sum()
 
     def _mean_over_replicas(self, loss: Tensor, weight: Tensor | None) -> Tensor:
-        """The loss of the rows of all replicas; a replica without labels has none. ``weight``: of this replica's."""
+        """Return the mean of the replicas' losses. ``weight``: this replica's labels; None for equal weights."""
         if self._num_replicas == 1:
             return loss
         weight = torch.ones((), device=loss.device) if weight is None else weight.to(loss.device)
@@ -273,7 +278,7 @@ class _StepsOverShards:
         return (total[0] / total[1].clamp(min=1)).to(loss.dtype)
 
     def _without_repeated(self, inputs: Any) -> Any:
-        """Inputs in which labels of rows that fill the last batch up count nothing."""
+        """Return inputs in which the labels of repeated rows, which fill the last batch up, are -100."""
         state = self._trainer.accelerator.gradient_state
         if self._num_replicas == 1 or not state.end_of_dataloader or state.remainder == 0:
             return inputs
@@ -294,7 +299,7 @@ class _StepsOverShards:
         }
 
     def _masked(self, labels: Any, real: int, size: int, inputs: Entries) -> Any:
-        """Labels of the first ``real`` of ``size`` samples; the others are -100."""
+        """Return labels in which only the first ``real`` of ``size`` samples count; the others are -100."""
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return labels
         masked = labels.clone()

@@ -1,10 +1,10 @@
-"""Sharded calls: a model is given a whole batch, which is cut where the model is entered, and returns whole results.
+"""Sharded calls: call a model with a whole batch, run it on shards, and return the results of the whole batch.
 
-A loop that computes its loss from whole sequences (preferences, rewards, distillation) holds whole batches, the same on
-every rank of a replica. `ShardedCall` is one call of the model with such a batch: each rank runs the model on its
-shard, as it does with batches of a loader, and results of tokens are put together on every rank, in the order of the
-whole batch (`ds_hetero.runtime.data.shard_exchange`). What the script computes from them is of the convention
-``"replica_mean"`` of `ds_hetero.runtime.loss`, so that the engine's backward gives the gradients of one process.
+A loop that computes its loss from whole sequences (preferences, rewards, distillation) has whole batches, the same on
+every rank of a replica. In a `ShardedCall`, each rank runs the model on its shard, and every rank gathers the results
+of all tokens, in the order of the whole batch (`ds_hetero.runtime.data.shard_exchange`). The loss that the script
+computes from them has the convention ``"replica_mean"`` of `ds_hetero.runtime.loss`, with which the engine's backward
+gives the gradients of one process.
 
 Dimension key: B batch, L tokens of the sequence, s tokens of this rank, V vocabulary, D hidden size.
 """
@@ -66,7 +66,7 @@ class Called(SplitModel, Protocol):
 
 logger = logging.getLogger(__name__)
 
-_LARGE_BYTES = 1 << 30  # of logits, which are told
+_LARGE_BYTES = 1 << 30  # of gathered logits, from which on rank 0 warns
 
 
 @dataclass
@@ -78,37 +78,38 @@ class TokenResults(ModelOutput):  # type: ignore[misc]
             -100, and at the first position. Of masked-language models, given all tokens. None without labels.
     """
 
-    loss: Tensor | None = None  # the mean of the token losses over the replica's labels; None without labels
+    loss: Tensor | None = None  # mean of the token losses over the replica's labels; None without labels
     log_probs: Tensor | None = None
-    hidden_state: Tensor | None = None  # [B, L, D] of the last layer, where asked for
-    logits: Tensor | None = None  # [B, L, V], where asked for
+    hidden_state: Tensor | None = None  # [B, L, D] of the last layer; None unless requested
+    logits: Tensor | None = None  # [B, L, V]; None unless requested
 
 
 class ShardedCall:
     """One call of a model with a whole batch.
 
     Args:
-        arguments: of the call, by name: the whole batch, and what else the model takes.
+        arguments: of the call, by name: the whole batch, and other arguments of the model.
+        wanted: the results to gather.
 
-    Caller: every rank of the replica, when the model is entered.
+    Caller: every rank of the replica, at the beginning of the model's forward.
     Collectives: one `on_all_ranks` in the replica, with checksums of the batch.
 
     Raises:
-        BatchError: on every rank of the replica: the batch cannot be cut, or the ranks hold different ones.
-        ModelError: the model adds a loss of its routers, which would be of a part of the tokens.
+        BatchError: on every rank of the replica: the batch cannot be sharded, or differs between ranks.
+        ModelError: the model adds an auxiliary loss of routers, which would be that of a shard.
     """
 
     def __init__(self, model: Called, arguments: Batch, wanted: Wanted) -> None:
         self._model, self._wanted, self._replica = model, wanted, model.replica
         self._expect_supported()
         self._hidden: Tensor | None = None
-        given = {name: entry for name, entry in arguments.items() if entry is not None}
-        self._num_items = given.pop("num_items_in_batch", None)
-        self._kept_logits = given.pop("logits_to_keep", 0)
-        placed = self._agree_on_batch(given)
+        entries = {name: entry for name, entry in arguments.items() if entry is not None}
+        self._num_items = entries.pop("num_items_in_batch", None)
+        self._kept_logits = entries.pop("logits_to_keep", 0)  # of the last positions of the whole sequence
+        placed = self._agree_on_batch(entries)
         self._placement = placed.placement
         shard = _shard(placed, self._replica.rank)
-        self.inputs = model_inputs(shard, shard["position_ids"].device)  # what to call the model with instead
+        self.inputs = model_inputs(shard, shard["position_ids"].device)  # arguments for the model
         self._labels: Tensor | None = self.inputs.get("shift_labels")
         self._columns = self.inputs["position_ids"].shape[1]
         if self._labels is not None and wanted.own_outputs:
@@ -128,12 +129,12 @@ class ShardedCall:
         _expect_cuttable(type(self._model.pretrained).__name__, given, self._replica, self._kept_logits)
 
     def note_hidden_state(self, hidden: Tensor) -> None:
-        """The last layer has made ``hidden`` [B, s, D]."""
+        """Keep the output of the last layer, [B, s, D], if it is requested."""
         if self._wanted.hidden_state:
             self._hidden = hidden
 
     def put_together(self, outputs: Any) -> Any:
-        """Results of the whole batch from the shard's. Raises `ModelError`: a tuple, or results of no tokens.
+        """Gather the results of the whole batch. Raises `ModelError`: outputs are a tuple, or not per token.
 
         Caller: every rank of the replica.
         Collectives: one all_gather for each result of tokens, one all_reduce of two numbers for a loss.
@@ -163,37 +164,40 @@ class ShardedCall:
             )
 
     def _agree_on_batch(self, given: Batch) -> PlacedBatch:
-        """Read the batch and place it; all ranks of the replica compare theirs."""
-        replica, made = self._replica, []
+        """Read the batch and place it, and compare its fingerprints on all ranks of the replica."""
+        replica = self._replica
+        placed: list[PlacedBatch] = []
 
         def read() -> dict[str, str]:
             self._expect_cuttable(given)
             batch = read_batch(self._model.complete(given), keep_labels=not self._model.moves_labels)
-            made.append(place(stream_placement, replica.schedule, batch))
-            return made[0].fingerprints()
+            placed.append(place(stream_placement, replica.schedule, batch))
+            return placed[0].fingerprints()
 
-        by_rank = on_all_ranks(read, replica.sp_group)
-        names = sorted({name for of_rank in by_rank for name in of_rank})
-        for name in names:
-            values = [of_rank.get(name, "absent") for of_rank in by_rank]
+        fingerprints_by_rank = on_all_ranks(read, replica.sp_group)
+        names: set[str] = set()
+        for fingerprints in fingerprints_by_rank:
+            names.update(fingerprints)
+        for name in sorted(names):
+            values = [fingerprints.get(name, "absent") for fingerprints in fingerprints_by_rank]
             if len(set(values)) > 1:
                 raise BatchError(
                     f"a sharded call needs the same whole batch on all ranks of a replica, but {name} by rank is "
                     f"{values} (ranks {list(replica.ranks)}). Seed what draws or generates batches alike."
                 )
-        return made[0]
+        return placed[0]
 
     def _gather(self, part: Tensor) -> Tensor:
         return gather_tokens(part, self._placement, self._replica)
 
     def _whole(self, name: str, entry: Any, one_shorter: bool) -> Any:
-        """One entry of the model's outputs, of the whole batch."""
+        """Gather one entry of the model's outputs: [B, s, ...] -> [B, L, ...]."""
         if name == "loss":
             return self._whole_loss(entry)
         if name == "logits":
             return self._whole_logits(entry)
         if isinstance(entry, tuple):
-            return tuple(self._whole(name, each, one_shorter) for each in entry)
+            return tuple(self._whole(name, part, one_shorter) for part in entry)
         if not isinstance(entry, Tensor):
             return entry
         if entry.dim() < 2 or entry.shape[1] != self._columns:
@@ -251,14 +255,17 @@ class ShardedCall:
 
 
 def whole_results(model: Any, batch: Batch, wanted: Wanted) -> TokenResults:
-    """Results of a sharded call of a model that is not split, from its ``logits`` and hidden states."""
-    labels, results = batch.get("labels"), TokenResults()
-    others = {name: entry for name, entry in batch.items() if name != "labels"}
-    outputs = model(**others, **({"output_hidden_states": True} if wanted.hidden_state else {}))
+    """Return the results of a sharded call for a model that is not sharded."""
+    labels = batch.get("labels")
+    results = TokenResults()
+    inputs = {name: entry for name, entry in batch.items() if name != "labels"}
+    if wanted.hidden_state:
+        inputs["output_hidden_states"] = True
+    outputs = model(**inputs)
     if labels is not None:
-        moved = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        log_probs = token_log_probs(outputs.logits, moved)
-        results["loss"] = -log_probs.sum() / moved.ne(IGNORE_INDEX).sum().clamp(min=1)
+        shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        log_probs = token_log_probs(outputs.logits, shifted)
+        results["loss"] = -log_probs.sum() / shifted.ne(IGNORE_INDEX).sum().clamp(min=1)
         results["log_probs"] = nn.functional.pad(log_probs[:, :-1], (1, 0))
     if wanted.hidden_state:
         results["hidden_state"] = outputs.hidden_states[-1]
@@ -268,7 +275,7 @@ def whole_results(model: Any, batch: Batch, wanted: Wanted) -> TokenResults:
 
 
 def _shard(placed: PlacedBatch, rank: int) -> Entries:
-    """The part of ``rank``, where the batch is, with gradients to it."""
+    """Return the shard of a rank, on the device of the batch, with gradients to the batch."""
     batch: WholeBatch = placed.batch
     intervals = placed.placement.intervals(rank)
     shard = {name: _cut(tensor, intervals) for name, tensor in batch.sequences.items()}
