@@ -82,7 +82,7 @@ def _draw_batches(
         batches, items = stock(trainer, epoch_iterator, num_batches, device)
         if items is None:
             return batches, None
-        # Gathered once per replica, so it is right, but `_get_num_items_in_batch` has divided it by the sp_size.
+        # Gathered once per replica, so it is right, but ``_get_num_items_in_batch`` has divided it by the sp_size.
         return batches, items * trainer.get_sp_size()
     # The Trainer draws batches before it calls model.train(), and the loader gives shards to models in training only.
     with sharding(True), naming_trainer(trainer):

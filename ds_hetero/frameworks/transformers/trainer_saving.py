@@ -32,7 +32,7 @@ def save_stages(
     folder = output_dir if output_dir is not None else trainer.args.output_dir
     pipelined.save_pretrained(folder)
     if trainer.args.should_save:
-        # The other files of `Trainer._save`.
+        # The other files that ``Trainer._save`` writes.
         if trainer.processing_class is not None:
             trainer.processing_class.save_pretrained(folder)
         torch.save(trainer.args, Path(folder, "training_args.bin"))
