@@ -1,4 +1,10 @@
-"""Tokens and heads that the ranks of a group trade by all-to-all: the split tables of one placement, in elements."""
+"""Split tables of the Ulysses all-to-all of one group for one placement, in elements.
+
+Before the all-to-all a rank has its tokens of all heads; after it, all tokens of the group of its heads. The output of
+attention goes the opposite way. Tokens and heads are uneven, and a rank may have none of either.
+
+Dimension key: S tokens of the group, W heads of q, k and v of one rank.
+"""
 
 from __future__ import annotations
 
@@ -39,67 +45,86 @@ class HeadTable:
     """Split tables of one group for one placement."""
 
     members: tuple[Member, ...]  # by ascending rank, which is the order of the process group and of the tokens
-    index: int  # which of them this rank is
+    index: int  # of this rank among the members
     num_heads: int  # query heads of the model
     num_kv_heads: int  # KV heads of the model
 
     @property
     def own(self) -> Member:
-        """This rank."""
+        """This rank's entry of ``members``."""
         return self.members[self.index]
 
     @property
     def group_tokens(self) -> int:
-        """Tokens of the whole group: S."""
+        """Tokens of the group: S."""
         return sum(member.tokens for member in self.members)
 
     def qkv_sizes(self, unit: int) -> tuple[list[int], list[int]]:
-        """Elements of q, k and v to and from each member, ``unit`` for a token of a head; gradients the other way."""
-        own = self.own
-        sent = [own.tokens * unit * member.width for member in self.members]
-        return sent, [member.tokens * unit * own.width for member in self.members]
+        """Return the elements of q, k and v that this rank sends to, and receives from, each member.
+
+        Gradients go the opposite way.
+
+        Args:
+            unit: elements of one token of one head.
+        """
+        this = self.own
+        sent = [this.tokens * unit * member.width for member in self.members]
+        received = [member.tokens * unit * this.width for member in self.members]
+        return sent, received
 
     def output_sizes(self, unit: int) -> tuple[list[int], list[int]]:
-        """Elements of the output that this rank sends to, and receives from, each member; as `qkv_sizes`."""
-        own = self.own
-        sent = [member.tokens * unit * own.num_q for member in self.members]
-        return sent, [own.tokens * unit * member.num_q for member in self.members]
+        """Return the elements of the output that this rank sends to, and receives from, each member.
+
+        Args:
+            unit: elements of one token of one head.
+        """
+        this = self.own
+        sent = [member.tokens * unit * this.num_q for member in self.members]
+        received = [this.tokens * unit * member.num_q for member in self.members]
+        return sent, received
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """``(first member, number of members)`` that one copy serves, in the order of the members.
+        """``(first member, number of members)`` of each run: members whose heads one strided copy packs.
 
-        Members of a run have as many heads as each other, whose ranges follow one another; a KV head that one of them
-        shares with a member before is in a run of its own.
+        The members of a run have equally many heads, in consecutive ranges. A member that shares a KV head with the one
+        before it is a run by itself, as a copy would have to write that head twice.
         """
-        shared, runs = dict(self.shared_kv_heads()), list[tuple[int, int]]()
+        num_shared = dict(self.shared_kv_heads())
+        runs: list[tuple[int, int]] = []
         for index, member in enumerate(self.members):
-            first, count = runs[-1] if runs else (0, 0)
-            before = self.members[index - 1]
-            is_alike = (member.num_q, member.num_kv) == (before.num_q, before.num_kv)
-            follows = (member.q[0], member.kv[0]) == (before.q[1], before.kv[1])
-            if count and is_alike and follows and member.width and not shared[first] and not shared[index]:
-                runs[-1] = (first, count + 1)
-            else:
-                runs.append((index, 1))
+            if runs and member.width and self._continues(index):
+                first, count = runs[-1]
+                if not num_shared[first] and not num_shared[index]:
+                    runs[-1] = (first, count + 1)
+                    continue
+            runs.append((index, 1))
         return tuple(runs)
 
-    def shared_kv_heads(self) -> list[tuple[int, int]]:
-        """``(member, number)`` in the order of their heads: how gradients of KV heads that come back are put together.
+    def _continues(self, index: int) -> bool:
+        """Return whether a member's heads follow those of the member before it, and are equally many."""
+        before, member = self.members[index - 1], self.members[index]
+        is_alike = (member.num_q, member.num_kv) == (before.num_q, before.num_kv)
+        follows = (member.q[0], member.kv[0]) == (before.q[1], before.kv[1])
+        return is_alike and follows
 
-        The first so many KV heads of the member also belong to one before it, as the cut lies inside a KV head: their
-        gradients are added, those of the others are written.
+    def shared_kv_heads(self) -> list[tuple[int, int]]:
+        """``(member, number)`` by ascending heads: how many of its first KV heads another member before it has, too.
+
+        Two members share a KV head if their ranges of query heads meet inside it. With 4 queries a KV head, query heads
+        0-5 and 6-11 have KV heads 0-1 and 1-2: the second member shares one. When gradients come back, those of shared
+        heads are added to what is written already, the others are written.
         """
-        written, shared = 0, []
-        for index in sorted(range(len(self.members)), key=lambda i: self.members[i].q):
-            first, last = self.members[index].kv
-            shared.append((index, max(min(written, last) - first, 0)))
-            written = max(written, last)
+        written_kv, shared = 0, []
+        for index in sorted(range(len(self.members)), key=lambda member: self.members[member].q):
+            first_kv, stop_kv = self.members[index].kv
+            shared.append((index, max(min(written_kv, stop_kv) - first_kv, 0)))
+            written_kv = max(written_kv, stop_kv)
         return shared
 
 
 def members_of(placement: Placement, group: Group, ranks: Sequence[int]) -> tuple[Member, ...]:
-    """The members of an exchange in ``group``; those of ``ranks`` that are not in it trade nothing."""
+    """Return the members of the all-to-all of ``group``; a rank of ``ranks`` outside the group exchanges nothing."""
     members = []
     for rank in ranks:
         if rank in group.ranks:

@@ -1,7 +1,7 @@
-"""One rank in the rings of its lanes, in integers: which kernel calls it makes, what it sends and receives, by step.
+"""Kernel calls and messages of one rank in the rings of its lanes, by ring step.
 
-A `Ring` is made once per batch layout and kind of mask, and used by every layer. It has slices and bands; nothing here
-touches a tensor.
+A `Ring` is made once per batch layout and kind of mask, and used by every layer. It consists of slices and bands;
+nothing here touches a tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from ds_hetero.batch.ring_table import RingTable
 from ds_hetero.batch.routes import Round
@@ -21,22 +21,22 @@ from ds_hetero.values.schedule import Schedule
 
 
 class KernelCall(NamedTuple):
-    """One kernel call. ``queries``: index into this rank's [B, h, S, ...] tensors of the lane: rows, heads, tokens."""
+    """One kernel call: attention of some queries to some keys."""
 
-    queries: tuple[slice, slice, slice]
-    keys: tuple[slice, slice, slice]  # index into one sub-ring's [B, heads, tokens, D] keys and values
-    band: Band  # which of these keys the queries see
-    first: bool  # whether no earlier call of the forward has any of these queries
+    queries: tuple[slice, slice, slice]  # rows, heads, tokens: index into this rank's [B, h, S, ...] of the lane
+    keys: tuple[slice, slice, slice]  # rows, heads, tokens: index into one sub-ring's [B, heads, tokens, D]
+    band: Band  # mask: the keys that each query sees
+    first: bool  # no earlier call of the forward has any of these queries, so the result is stored, not merged
 
 
 @dataclass(frozen=True)
 class SubRing:
-    """This rank's part in one sub-ring task."""
+    """This rank's part of one sub-ring task."""
 
-    tag: int  # of its messages; the same on all its ranks, and of no other task of the placement
+    tag: int  # tag of its messages: the same on all its ranks, different for every task of the placement
     ranks: tuple[int, ...]  # global rank at every position of the lane's ring
     kv_heads: slice  # this task's KV heads among those of this rank
-    segments: tuple[tuple[slice, slice], ...]  # (query heads here, KV heads of the task), evenly many queries each
+    segments: tuple[tuple[slice, slice], ...]  # (this rank's query heads, the task's KV heads), see `_uniform_segments`
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +44,14 @@ class Ring:
     """Ring steps of one rank for one lane, of one batch layout and for one kind of mask.
 
     Args:
-        prepared: what `ds_hetero.runtime.attention.ring` makes of ``calls``, kept here for every layer.
+        prepared: cache of `ds_hetero.runtime.attention.ring`, derived from ``calls`` and used by every layer.
     """
 
     table: RingTable  # blocks and transfers of all members of the lane
-    position: int  # of this rank's group among the members
-    tokens: slice  # of the group that are of this lane
+    position: int  # position of this rank's group in the ring
+    tokens: slice  # the lane's tokens among those of the group
     num_q: int  # query heads of this rank
-    sub_rings: tuple[SubRing, ...]  # in which this rank takes part
+    sub_rings: tuple[SubRing, ...]  # sub-rings of this rank
     prepared: dict[tuple[int, bool], Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -65,34 +65,38 @@ class Ring:
         return self.table.steps
 
     def forward_source(self, step: int) -> int | None:
-        """Ring position whose KV forward step ``step`` works on: its own first; None where nobody's."""
+        """Ring position whose KV a forward step works on, in step 0 its own; None in a step without work."""
         return self.table.forward_source(self.position, step)
 
     def backward_source(self, step: int) -> int | None:
-        """Ring position whose KV backward step ``step`` works on: its own last; None where nobody's."""
+        """Ring position whose KV a backward step works on, in the last one its own; None in a step without work."""
         return self.table.forward_source(self.position, self.steps - 1 - step)
 
     @property
     def kept(self) -> int | None:
-        """Ring position whose KV stays here from the forward to the backward."""
+        """Ring position whose KV stays on this rank from the forward to the backward."""
         return self.table.kept(self.position)
 
     def num_columns(self, source: int) -> int:
-        """Travelling tokens of a group."""
+        """Number of travelling tokens of a source."""
         return sum(stop - start for start, stop in self.table.columns(source))
 
     @cached_property
     def calls(self) -> tuple[tuple[tuple[KernelCall, ...], ...], ...]:
         """Kernel calls ``[source][sub-ring]``, in the order of the forward steps."""
-        covered: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # queries by first head and first row
-        by_source: dict[int, tuple[tuple[KernelCall, ...], ...]] = {}
-        for source in filter(_is_there, map(self.forward_source, range(self.steps))):
-            by_source[source] = tuple(tuple(self._calls_of(source, sub, covered)) for sub in self.sub_rings)
-        return tuple(by_source[source] for source in range(self.size))
+        # Ranges of queries that have a result so far, by first head and first row. They make the order of steps matter.
+        covered: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        calls_of_source: dict[int, tuple[tuple[KernelCall, ...], ...]] = {}
+        for step in range(self.steps):
+            source = self.forward_source(step)
+            if source is not None:
+                calls_of_source[source] = tuple(tuple(self._calls_of(source, sub, covered)) for sub in self.sub_rings)
+        return tuple(calls_of_source[source] for source in range(self.size))
 
     def _calls_of(
         self, source: int, sub: SubRing, covered: dict[tuple[int, int], list[tuple[int, int]]]
     ) -> Iterator[KernelCall]:
+        # The rank's own keys are read where they are; those of others have come as their travelling columns only.
         packed = _Packed(() if source == self.position else self.table.columns(source))
         for q_heads, kv_heads in sub.segments:
             for rows, blocks in self.table.blocks(self.position, source):
@@ -107,26 +111,35 @@ class Ring:
 
     @cached_property
     def undivided(self) -> KernelCall | None:
-        """The one call that computes everything, or None if there are more."""
-        if self.size > 1 or len(all_calls := self._all_calls()) != 1:
+        """The call that computes all of this rank's attention; None if it takes several.
+
+        Such a rank calls the kernel on its tensors as they are, without slices and without merging results.
+        """
+        if self.size > 1:
+            return None
+        all_calls = self._all_calls()
+        if len(all_calls) != 1:
             return None
         (call,) = all_calls
         tokens = slice(0, self.tokens.stop - self.tokens.start)
-        everything = (slice(0, self.table.placement.rows[-1].stop), slice(0, self.num_q), tokens)
-        return call if call.queries == everything and call.keys[2] == tokens else None
+        all_queries = (slice(0, self.table.placement.rows[-1].stop), slice(0, self.num_q), tokens)
+        return call if call.queries == all_queries and call.keys[2] == tokens else None
 
     @cached_property
     def pairs(self) -> int:
-        """Pairs of query and key that this rank computes, over heads and rows."""
-        return sum(
-            _size(call.queries[0])
-            * _size(call.queries[1])
-            * call.band.pairs(_size(call.queries[2]), _size(call.keys[2]))
-            for call in self._all_calls()
-        )
+        """Number of query-key pairs that this rank computes, over all heads and rows."""
+        total = 0
+        for call in self._all_calls():
+            rows, heads, queries = map(_size, call.queries)
+            total += rows * heads * call.band.pairs(queries, _size(call.keys[2]))
+        return total
 
     def _all_calls(self) -> list[KernelCall]:
-        return [call for by_sub_ring in self.calls for calls in by_sub_ring for call in calls]
+        all_calls: list[KernelCall] = []
+        for calls_of_source in self.calls:
+            for calls_of_sub_ring in calls_of_source:
+                all_calls += calls_of_sub_ring
+        return all_calls
 
     @cached_property
     def forward_rounds(self) -> tuple[Round, ...]:
@@ -145,39 +158,45 @@ class Ring:
 
     @cached_property
     def needed_after_forward_step(self) -> tuple[frozenset[int], ...]:
-        """Sources whose KV this rank works on, or sends, after each forward step, or keeps for the backward."""
+        """Sources whose KV is still needed after each forward step: to work on, to send, or for the backward."""
         sources = list(map(self.forward_source, range(self.steps)))
         return self._needed_after(sources, self.forward_rounds, self.kept)
 
     @cached_property
     def needed_after_backward_step(self) -> tuple[frozenset[int], ...]:
-        """Sources whose KV this rank works on, or sends, after each backward step."""
+        """Sources whose KV is still needed after each backward step: to work on or to send."""
         sources = list(map(self.backward_source, range(self.steps)))
         return self._needed_after(sources, self.backward_kv_rounds, None)
 
     def _needed_after(
         self, sources: Sequence[int | None], rounds: Sequence[Round], at_the_end: int | None
     ) -> tuple[frozenset[int], ...]:
-        """Its own KV is only needed to be sent: it works on that where it lies."""
-        later = {at_the_end}
+        """Sources whose KV buffer must stay after each step, collected from the last step to the first.
+
+        The rank's own KV counts only while it is sent: kernel calls read it from the tensor itself, not from a buffer.
+        """
+        needed_later = set[int]() if at_the_end is None else {at_the_end}
         needed = []
-        for source, round_ in zip(reversed(sources), reversed(rounds), strict=True):
-            needed.append(frozenset(filter(_is_there, later)))
-            later |= {source} - {self.position} | {transfer.source for transfer in round_.sends}
+        for source, messages in zip(reversed(sources), reversed(rounds), strict=True):
+            needed.append(frozenset(needed_later))
+            if source is not None and source != self.position:
+                needed_later.add(source)
+            needed_later.update(transfer.source for transfer in messages.sends)
         return tuple(reversed(needed))
 
 
-def _is_there(source: int | None) -> TypeGuard[int]:
-    return source is not None
-
-
 class _Packed:
-    """Where local ranges lie once the ``columns`` are put one behind the other; without columns, where they are."""
+    """Translation of a group's token ranges to places in a buffer that holds only some ``columns`` of the group.
+
+    Columns (2, 5) and (8, 10) are packed as 0-2 and 3-4: the tokens (8, 9) are at (3, 4). Without columns the buffer
+    is the group's tensor itself, and ranges stay.
+    """
 
     def __init__(self, columns: Sequence[tuple[int, int]]) -> None:
         self._starts = [start for start, _ in columns] or [0]
         sizes = (stop - start for start, stop in columns)
-        self._offsets = [at - start for at, start in zip(accumulate(sizes, initial=0), self._starts, strict=False)]
+        packed_starts = accumulate(sizes, initial=0)  # and the end, which zip drops
+        self._offsets = [packed - start for packed, start in zip(packed_starts, self._starts, strict=False)]
 
     def place(self, part: tuple[int, int]) -> slice:
         offset = self._offsets[bisect_right(self._starts, part[0]) - 1]
@@ -185,50 +204,64 @@ class _Packed:
 
 
 def make_rings(tables: Sequence[RingTable], rank: int) -> tuple[Ring, ...]:
-    """Rings of a global ``rank`` in the lanes that its group has a part in; tables by lane of the placement."""
+    """Return the rings of a global ``rank``, one for each lane of its group.
+
+    Args:
+        tables: one for each lane of the placement.
+    """
     schedule = tables[0].placement.schedule
     unit = schedule.ring_position(rank)
-    rings, start = [], 0
+    first_q, last_q = schedule.ring_groups[unit].head_range(rank)
+    rings, start = [], 0  # first token of the lane among those of the group
     for number, table in enumerate(tables):
         if unit in table.lane.members:
             position = table.lane.members.index(unit)
             stop = start + sum(tokens[position] for tokens in table.lane.tokens)
-            first_q, last_q = schedule.ring_groups[unit].head_range(rank)
             sub_rings = _sub_rings(schedule, table.lane.members, rank, number)
             rings.append(Ring(table, position, slice(start, stop), last_q - first_q, sub_rings))
             start = stop
     return tuple(rings)
 
 
-def _sub_rings(schedule: Schedule, members: tuple[int, ...], rank: int, number: int) -> tuple[SubRing, ...]:
-    """The tasks of ``rank`` in the lane of that number."""
+def _sub_rings(schedule: Schedule, members: tuple[int, ...], rank: int, lane: int) -> tuple[SubRing, ...]:
+    """The sub-ring tasks of ``rank`` in the lane with this number."""
     groups = [schedule.ring_groups[member] for member in members]
     first_q, last_q = next(group.head_range(rank) for group in groups if rank in group.ranks)
     first_kv, _ = schedule.kv_heads(first_q, last_q)
     sub_rings = []
-    for index, piece in enumerate(schedule.sub_ring_tasks(members)):
-        if rank not in piece.owners:
+    for index, task in enumerate(schedule.sub_ring_tasks(members)):
+        if rank not in task.owners:
             continue
-        kv0, kv1 = schedule.kv_heads(piece.start, piece.stop)
+        task_first_kv, task_stop_kv = schedule.kv_heads(task.start, task.stop)
         segments = []
-        for start, stop in _uniform_segments(piece.start, piece.stop, schedule.queries_per_kv_head):
-            a, b = schedule.kv_heads(start, stop)
-            segments.append((slice(start - first_q, stop - first_q), slice(a - kv0, b - kv0)))
-        tag = number * schedule.num_heads + index  # a lane has at most as many tasks as heads
-        sub_rings.append(SubRing(tag, piece.owners, slice(kv0 - first_kv, kv1 - first_kv), tuple(segments)))
+        for start, stop in _uniform_segments(task.start, task.stop, schedule.queries_per_kv_head):
+            segment_first_kv, segment_stop_kv = schedule.kv_heads(start, stop)
+            # Query heads are counted among the rank's, KV heads among the task's.
+            q_heads = slice(start - first_q, stop - first_q)
+            kv_heads = slice(segment_first_kv - task_first_kv, segment_stop_kv - task_first_kv)
+            segments.append((q_heads, kv_heads))
+        tag = lane * schedule.num_heads + index  # a lane has at most as many tasks as heads
+        kv_heads = slice(task_first_kv - first_kv, task_stop_kv - first_kv)
+        sub_rings.append(SubRing(tag, task.owners, kv_heads, tuple(segments)))
     return tuple(sub_rings)
 
 
 def _uniform_segments(start: int, stop: int, per_kv: int) -> list[tuple[int, int]]:
-    """Cut query heads into at most three pieces, each with as many queries on each of its KV heads."""
-    low, high = -(-start // per_kv) * per_kv, stop // per_kv * per_kv
-    if low >= high:  # no whole KV head inside: at most two parts of neighbouring ones
-        low = high = low if start < low < stop else stop
-    return [piece for piece in ((start, low), (low, high), (high, stop)) if piece[0] < piece[1]]
+    """Split query heads into at most three segments, each with equally many queries on all of its KV heads.
+
+    Kernels of grouped-query attention need that. With 4 queries a KV head, heads 2-10 become 2-3 (two on KV head 0),
+    4-7 (four on KV head 1) and 8-10 (three on KV head 2).
+    """
+    first_full = -(-start // per_kv) * per_kv  # begin of the first complete KV head
+    stop_full = stop // per_kv * per_kv  # end of the last one
+    if first_full >= stop_full:  # no complete KV head inside: one segment, or two around the border of two KV heads
+        first_full = stop_full = first_full if start < first_full < stop else stop
+    segments = ((start, first_full), (first_full, stop_full), (stop_full, stop))
+    return [(first, last) for first, last in segments if first < last]
 
 
 def _claim(covered: list[tuple[int, int]], new: tuple[int, int]) -> bool:
-    """Add a range to sorted disjoint ranges; return whether it overlaps none of them."""
+    """Add a range to sorted disjoint ranges, merged with those that it overlaps; return whether it overlaps none."""
     low = bisect_left(covered, new)
     if low > 0 and covered[low - 1][1] > new[0]:
         low -= 1
@@ -236,7 +269,10 @@ def _claim(covered: list[tuple[int, int]], new: tuple[int, int]) -> bool:
     while high < len(covered) and covered[high][0] < new[1]:
         high += 1
     overlapped = covered[low:high]
-    covered[low:high] = [(min(new[0], overlapped[0][0]), max(new[1], overlapped[-1][1]))] if overlapped else [new]
+    if overlapped:
+        covered[low:high] = [(min(new[0], overlapped[0][0]), max(new[1], overlapped[-1][1]))]
+    else:
+        covered[low:high] = [new]
     return not overlapped
 
 

@@ -1,4 +1,23 @@
-"""How keys and values get from member to member of a lane, round by round, and their gradients home: plain integers."""
+"""Routes of keys and values between the members of a lane, round by round, and of their gradients back: plain integers.
+
+A member is a position in the lane's ring. Members of one node form an inner ring, and the nodes form an outer ring:
+a block of KV goes round the members of a node, a step each, while it is on its way to the next node. A node with fewer
+members than the largest one has empty slots, in which its members wait.
+
+Two nodes of two members, positions 0, 1 and 2, 3. Sources whose KV a position works on, by forward step:
+
+    step         0  1  2  3
+    position 0   0  1  2  3        block 0: 0 -> 1 within the node, in round 0 (there before step 1)
+    position 1   1  0  3  2                 0 -> 2 between nodes, in round 0 (there before step 2: two steps hide it)
+    position 2   2  3  0  1                 2 -> 3 within the node, in round 2 (there before step 3)
+    position 3   3  2  1  0
+
+The backward takes the steps in the opposite order. Every position has kept the block that it worked on last, which is
+not sent again; the others come from where the forward ended, or, in the source's own node, from the source. Gradients
+take the forward's way back to the source, and each position adds its part.
+
+Dimension key: N nodes, P slots of a node (members of the largest one).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +27,12 @@ from typing import NamedTuple
 
 from ds_hetero.values.splits import Split, refine, share
 
+# To a proxy, between the nodes, from a proxy: each takes one step.
 _STEPS_OF_THREE_HOPS = 3
 
 
 class _Crossing(NamedTuple):
-    """A block has to get to another node: posted in round ``start``, there before step ``due``."""
+    """A block that goes to another node: posted in round ``start``, needed before step ``due``."""
 
     source: int
     sender: int
@@ -26,9 +46,9 @@ class Routes:
 
     Args:
         nodes: node of every position; KV goes round the nodes in order of their first position.
-        readers: by source, the positions that need some of its keys, its own left out.
-        widths: by source, its tokens that travel.
-        proxies: members of nodes that do not pair up send for one another.
+        readers: by source, the positions that need some of its keys, without the source itself.
+        widths: by source, the number of its tokens that travel.
+        proxies: whether members of a node pass on parts of each other's blocks, so that more of the node's NICs work.
     """
 
     def __init__(
@@ -43,8 +63,9 @@ class Routes:
             self._members[node].append(position)
         self._readers, self._widths = readers, widths
         self._proxies = proxies and len(order) > 1
-        least = _STEPS_OF_THREE_HOPS if self._proxies else 1
-        self._slots = max(least, *map(len, self._members))
+        # A way over proxies has three hops. Fewer slots would leave it fewer steps than hops.
+        least_slots = _STEPS_OF_THREE_HOPS if self._proxies else 1
+        self._slots = max(least_slots, *map(len, self._members))
         self._kept: dict[int, int | None] = {}
 
     @property
@@ -53,53 +74,63 @@ class Routes:
         return len(self._members) * self._slots
 
     def source_at(self, position: int, step: int) -> int | None:
-        """Whose KV ``position`` works on in a forward step, its own first; None where nobody's."""
-        round_of_nodes, within = divmod(step, self._slots)
-        members = self._members[(self._node[position] - round_of_nodes) % len(self._members)]
-        slot = (self._slot[position] - within) % self._slots
+        """Return the source whose KV ``position`` works on in a forward step, first its own; None for an empty slot."""
+        nodes_back, slots_back = divmod(step, self._slots)
+        members = self._members[(self._node[position] - nodes_back) % len(self._members)]
+        slot = (self._slot[position] - slots_back) % self._slots
         return members[slot] if slot < len(members) else None
 
     def step_at(self, source: int, position: int) -> int:
-        """The forward step in which ``position`` works on the KV of ``source``."""
-        round_of_nodes = (self._node[position] - self._node[source]) % len(self._members)
-        return round_of_nodes * self._slots + (self._slot[position] - self._slot[source]) % self._slots
+        """Return the forward step in which ``position`` works on the KV of ``source``; inverse of `source_at`."""
+        nodes_on = (self._node[position] - self._node[source]) % len(self._members)
+        slots_on = (self._slot[position] - self._slot[source]) % self._slots
+        return nodes_on * self._slots + slots_on
 
     def kept(self, position: int) -> int | None:
-        """The source whose KV ``position`` keeps from forward to backward: the last one that came."""
+        """Return the source whose KV ``position`` keeps from forward to backward: the last one that it received."""
         if position not in self._kept:
-            steps = (self.source_at(position, step) for step in range(self.steps - 1, 0, -1))
-            self._kept[position] = next((s for s in steps if s is not None and position in self._readers[s]), None)
+            self._kept[position] = self._last_received(position)
         return self._kept[position]
 
+    def _last_received(self, position: int) -> int | None:
+        for step in range(self.steps - 1, 0, -1):
+            source = self.source_at(position, step)
+            if source is not None and position in self._readers[source]:
+                return source
+        return None
+
     def forward(self, position: int) -> tuple[Round, ...]:
-        """KV that ``position`` receives and sends in every round."""
+        """Return the KV that ``position`` receives and sends in every round of the forward."""
         rounds = RoundsOf(self.steps, position)
-        for source in self._held(position):
-            before, after = (self._neighbour(source, position, direction) for direction in (-1, 1))
+        # Within the node: from the reader before, and on to the next one.
+        for source in self._sources_read_at(position):
+            before = self._neighbour(source, position, -1)
+            after = self._neighbour(source, position, 1)
             if before is not None:
                 due = self.step_at(source, position)
                 rounds.add(due - 1, Transfer(source, before, position, due))
             if after is not None:
                 due = self.step_at(source, after)
                 rounds.add(due - 1, Transfer(source, position, after, due))
+        # Between nodes: from the first reader of a node to that of the next node with readers, a round of nodes ahead.
         for source in self._sources_that_cross(position, first=True):
-            parent = source
+            sender = source
             for offset in range(1, len(self._members)):
                 receiver = self._end(source, offset, first=True)
                 if receiver is not None:
                     due = offset * self._slots
-                    rounds.cross(self._hops(_Crossing(source, parent, receiver, due - self._slots, due)))
-                    parent = receiver
+                    rounds.cross(self._hops(_Crossing(source, sender, receiver, due - self._slots, due)))
+                    sender = receiver
         return rounds.made()
 
     def backward_kv(self, position: int) -> tuple[Round, ...]:
-        """KV that ``position`` receives and sends in every backward round.
+        """Return the KV that ``position`` receives and sends in every round of the backward.
 
-        A block walks its way from the end; who has kept it since the forward is not sent it again. Of its own node the
-        last one gets it from the source.
+        A block goes its way from the end. A position that has kept it since the forward does not receive it again. In
+        the source's own node, the last reader receives it from the source.
         """
         rounds = RoundsOf(self.steps, position)
-        for source in self._held(position):
+        for source in self._sources_read_at(position):
             if position != source and self.kept(position) != source:
                 after = self._neighbour(source, position, 1)
                 if after is None and self._node[source] == self._node[position]:
@@ -107,7 +138,10 @@ class Routes:
                 if after is not None:
                     due = self._backward_step(source, position)
                     rounds.add(due - 1, Transfer(source, after, position, due))
-            before = self._end(source, 0, first=False) if position == source else self._neighbour(source, position, -1)
+            if position == source:
+                before = self._end(source, 0, first=False)
+            else:
+                before = self._neighbour(source, position, -1)
             if before is not None and before != source and self.kept(before) != source:
                 due = self._backward_step(source, before)
                 rounds.add(due - 1, Transfer(source, position, before, due))
@@ -117,77 +151,87 @@ class Routes:
         return rounds.made()
 
     def _backward_kv_crossings(self, source: int) -> Iterator[_Crossing]:
+        """Ways of the block of ``source`` to the last reader of each node, from the farthest node on."""
         nodes, slots = len(self._members), self._slots
-        holder, since = source, 0
+        sender, since = source, 0  # the position that has the block, and the step from which it has it
         for offset in range(nodes - 1, 0, -1):
             receiver = self._end(source, offset, first=False)
             if receiver is None:
                 continue
             if self.kept(receiver) == source:
-                holder, since = receiver, 0
+                sender, since = receiver, 0
                 continue
-            if holder == source:
+            if sender == source:  # no node behind has the block: the source, which always has it, sends it
                 due = self._backward_step(source, receiver)
                 start = max(0, due - slots)
             else:
                 due = (nodes - 1 - offset) * slots
                 start = max(since, due - slots)
-            yield _Crossing(source, holder, receiver, start, due)
-            holder, since = receiver, due
+            yield _Crossing(source, sender, receiver, start, due)
+            sender, since = receiver, due
 
     def backward_grads(self, position: int) -> tuple[Round, ...]:
-        """Gradients dK/dV that ``position`` receives, added by the end of step ``due - 1``, and sends, by round."""
+        """Return the dK/dV that ``position`` receives and sends in every round of the backward.
+
+        A received one is added by the end of step ``due - 1``.
+        """
         rounds = RoundsOf(self.steps, position)
-        for source in self._held(position):
-            before, after = (self._neighbour(source, position, direction) for direction in (-1, 1))
+        for source in self._sources_read_at(position):
+            before = self._neighbour(source, position, -1)
+            after = self._neighbour(source, position, 1)
             if before is not None:
                 step = self._backward_step(source, before)
                 rounds.add(step, Transfer(source, position, before, step + 1))
             if after is not None:
                 step = self._backward_step(source, position)
                 rounds.add(step, Transfer(source, after, position, step + 1))
+        # The forward's way back: from the first reader of a node to that of the node before.
         for source in self._sources_that_cross(position, first=True):
-            parent, parent_offset = source, 0
+            receiver, receiver_offset = source, 0
             for offset in range(1, len(self._members)):
                 sender = self._end(source, offset, first=True)
                 if sender is not None:
-                    due = (len(self._members) - parent_offset) * self._slots
-                    rounds.cross(self._hops(_Crossing(source, sender, parent, due - self._slots, due)))
-                    parent, parent_offset = sender, offset
+                    due = (len(self._members) - receiver_offset) * self._slots
+                    rounds.cross(self._hops(_Crossing(source, sender, receiver, due - self._slots, due)))
+                    receiver, receiver_offset = sender, offset
         return rounds.made()
 
     def _backward_step(self, source: int, position: int) -> int:
+        """The backward step in which ``position`` works on the KV of ``source``."""
         return self.steps - 1 - self.step_at(source, position)
 
-    def _holds(self, position: int, source: int) -> bool:
+    def _reads(self, position: int, source: int) -> bool:
         return position == source or position in self._readers[source]
 
-    def _held(self, position: int) -> Iterator[int]:
-        """Sources whose block comes to ``position``, or is its own."""
-        return (source for source in range(len(self._node)) if self._holds(position, source))
+    def _sources_read_at(self, position: int) -> Iterator[int]:
+        """Sources whose KV ``position`` works on, itself included."""
+        return (source for source in range(len(self._node)) if self._reads(position, source))
 
     def _neighbour(self, source: int, position: int, direction: int) -> int | None:
-        """Where in its node the block of ``source`` is before (-1) or after (1) ``position``; None at the ends."""
+        """The reader in the same node that gets the block of ``source`` before (-1) or after (1) ``position``.
+
+        None if ``position`` is the first, or the last, of its node.
+        """
         members, slots = self._members[self._node[position]], self._slots
-        at = (self._slot[position] - self._slot[source]) % slots + direction
-        while 0 <= at < slots:
-            slot = (self._slot[source] + at) % slots
-            if slot < len(members) and self._holds(members[slot], source):
+        slots_on = (self._slot[position] - self._slot[source]) % slots + direction
+        while 0 <= slots_on < slots:
+            slot = (self._slot[source] + slots_on) % slots
+            if slot < len(members) and self._reads(members[slot], source):
                 return members[slot]
-            at += direction
+            slots_on += direction
         return None
 
     def _end(self, source: int, offset: int, *, first: bool) -> int | None:
-        """Where the block of ``source`` is first, or last, in the node ``offset`` nodes on; None if nobody needs it."""
+        """The first, or the last, reader of the block of ``source`` in the node ``offset`` nodes on; None if none."""
         members, slots = self._members[(self._node[source] + offset) % len(self._members)], self._slots
-        for at in range(slots) if first else range(slots - 1, -1, -1):
-            slot = (self._slot[source] + at) % slots
-            if slot < len(members) and self._holds(members[slot], source):
+        for slots_on in range(slots) if first else range(slots - 1, -1, -1):
+            slot = (self._slot[source] + slots_on) % slots
+            if slot < len(members) and self._reads(members[slot], source):
                 return members[slot]
         return None
 
     def _sources_that_cross(self, position: int, *, first: bool) -> Iterator[int]:
-        """Sources in whose way between nodes ``position`` may have part."""
+        """Sources whose way between nodes may lead over ``position``: as sender, receiver or proxy."""
         num_nodes = len(self._members)
         if num_nodes == 1:
             return
@@ -197,68 +241,79 @@ class Routes:
                 yield source
 
     def _hops(self, crossing: _Crossing) -> Iterator[tuple[int, Transfer]]:
-        """The transfers of a crossing, with the rounds in which they are posted."""
+        """Yield the transfers of a crossing, with the rounds in which they are posted.
+
+        Over proxies, a part goes sender -> proxy of its node -> proxy of the other node -> receiver. The first or the
+        last hop falls away for the part of which the sender, or the receiver, is itself the proxy.
+        """
         source, sender, receiver, start, due = crossing
         if not self._proxies or due - start < _STEPS_OF_THREE_HOPS:
             yield start, Transfer(source, sender, receiver, due)
             return
-        senders, receivers = (self._members[self._node[end]] for end in (sender, receiver))
-        for first, last, proxy in self._parts[min(len(senders), len(receivers))][source]:
-            out, into = senders[proxy], receivers[proxy]
-            is_first, is_last = out == sender, into == receiver
-            if not is_first:
-                yield start, Transfer(source, sender, out, start + 1, ProxyPart(first, last, True, False))
-            between = ProxyPart(first, last, is_first, is_last)
-            yield (start if is_first else start + 1), Transfer(source, out, into, due if is_last else due - 1, between)
-            if not is_last:
-                yield due - 1, Transfer(source, into, receiver, due, ProxyPart(first, last, False, True))
+        sending_node = self._members[self._node[sender]]
+        receiving_node = self._members[self._node[receiver]]
+        num_proxies = min(len(sending_node), len(receiving_node))
+        for first, last, number in self._parts[num_proxies][source]:
+            out_proxy, in_proxy = sending_node[number], receiving_node[number]
+            starts_here, ends_there = out_proxy == sender, in_proxy == receiver
+            if not starts_here:
+                yield start, Transfer(source, sender, out_proxy, start + 1, ProxyPart(first, last, True, False))
+            crossing_round = start if starts_here else start + 1
+            crossing_due = due if ends_there else due - 1
+            part = ProxyPart(first, last, starts_here, ends_there)
+            yield crossing_round, Transfer(source, out_proxy, in_proxy, crossing_due, part)
+            if not ends_there:
+                yield due - 1, Transfer(source, in_proxy, receiver, due, ProxyPart(first, last, False, True))
 
     @cached_property
     def _parts(self) -> dict[int, list[list[tuple[int, int, int]]]]:
-        """By number of proxies and source: what of its tokens goes over which proxy, ``(start, stop, proxy)``.
+        """Parts of a source's tokens that go over each proxy, ``(start, stop, proxy)``: [number of proxies][source].
 
-        The tokens of all sources of a node are cut together, so that proxies carry as much as one another.
+        The tokens of all sources of a node are divided together, so that all proxies carry equally much. Sources of 6
+        and 2 tokens over two proxies of 4: tokens 0-3 of the first over proxy 0, its tokens 4-5 and both of the second
+        over proxy 1.
         """
         parts: dict[int, list[list[tuple[int, int, int]]]] = {}
-        for proxies in range(1, self._slots + 1):
-            parts[proxies] = [[] for _ in self._node]
+        for num_proxies in range(1, self._slots + 1):
+            parts[num_proxies] = [[] for _ in self._node]
             for members in self._members:
                 blocks = Split(tuple(self._widths[source] for source in members))
-                for piece in refine([blocks, Split(share(blocks.total, [1] * proxies))]):
+                loads = Split(share(blocks.total, [1] * num_proxies))
+                for piece in refine([blocks, loads]):
                     block, proxy = piece.owners
                     begin = blocks.cuts[block]
-                    parts[proxies][members[block]].append((piece.start - begin, piece.stop - begin, proxy))
+                    parts[num_proxies][members[block]].append((piece.start - begin, piece.stop - begin, proxy))
         return parts
 
 
 class ProxyPart(NamedTuple):
-    """Some of the tokens that travel of one source, on their way over proxies."""
+    """Some of the travelling tokens of one source, on one hop of their way over proxies."""
 
-    start: int  # index of the first one
-    stop: int  # index after the last one
-    is_first_hop: bool  # the sender takes it from its block, and not from what it holds as a proxy
-    is_last_hop: bool  # the receiver puts it into its block, and does not hold it as a proxy
+    start: int  # index of the first token
+    stop: int  # index after the last token
+    is_first_hop: bool  # the sender takes the tokens from its block, not from its proxy buffer
+    is_last_hop: bool  # the receiver writes the tokens to its block, not to its proxy buffer
 
 
 class Transfer(NamedTuple):
-    """One member's KV (or its gradient), or a part of it, moves from one member to another."""
+    """A message: one member's KV, or its gradient, or a part of these, from one member to another."""
 
     source: int  # position whose tokens these are
     sender: int
     receiver: int
     due: int  # the receiver needs it before this step
-    part: ProxyPart | None = None  # None for the whole
+    part: ProxyPart | None = None  # None for all of the travelling tokens
 
 
 class Round(NamedTuple):
-    """Messages of one member while it computes one step; what it receives is there at the end of step ``due - 1``."""
+    """Messages that one member posts while it computes one step; it has received them by the end of ``due - 1``."""
 
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
 
 
 class RoundsOf:
-    """The rounds of the member at ``position``, one for each of ``steps``, while they are put together."""
+    """Builder of the rounds of the member at ``position``, one for each of ``steps``."""
 
     def __init__(self, steps: int, position: int) -> None:
         self._position = position
@@ -273,15 +328,16 @@ class RoundsOf:
             self._sends[number].append(transfer)
 
     def cross(self, hops: Iterator[tuple[int, Transfer]]) -> None:
-        """Add those transfers, with the numbers of their rounds, in which the member has part."""
+        """Add those of the transfers, each with the number of its round, that the member sends or receives."""
         for number, transfer in hops:
             if self._position in (transfer.sender, transfer.receiver):
                 self.add(number, transfer)
 
     def made(self) -> tuple[Round, ...]:
-        """Sender and receiver have the transfers of a round in the same order, by which some backends pair them."""
+        """Return the rounds."""
         return tuple(map(Round, map(_ordered, self._receives), map(_ordered, self._sends)))
 
 
 def _ordered(transfers: list[Transfer]) -> tuple[Transfer, ...]:
-    return tuple(sorted(transfers, key=lambda one: (one.source, one.part.start if one.part else 0)))
+    """Sort transfers alike on sender and receiver: some backends pair messages by their order."""
+    return tuple(sorted(transfers, key=lambda message: (message.source, message.part.start if message.part else 0)))

@@ -1,4 +1,4 @@
-"""Tokens that a rank trades with all others before attention, where it holds others than it attends to."""
+"""Tokens that ranks exchange before and after attention, if a rank attends to other tokens than it holds elsewhere."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from ds_hetero.values.placement import Placement
 
 @dataclass(frozen=True)
 class MoveTable:
-    """Tokens that one rank trades before attention, by rank of the replica; after it they go back.
+    """Numbers of tokens that one rank sends and receives before attention; after attention they go back.
 
-    It gives the last that it holds, and takes those behind the ones that it keeps.
+    It sends the last of its tokens, and appends the received ones to those that it keeps.
     """
 
-    gives: tuple[int, ...]  # held for these ranks
-    takes: tuple[int, ...]  # attended to, held by these ranks
+    gives: tuple[int, ...]  # sent to each rank of the replica
+    takes: tuple[int, ...]  # received from each rank of the replica
 
     def sizes(self, unit: int, *, back: bool = False) -> tuple[list[int], list[int]]:
-        """Elements that this rank sends to, and receives from, each rank, with ``unit`` for each token."""
-        sent, received = ([tokens * unit for tokens in of_rank] for of_rank in (self.gives, self.takes))
+        """Return the elements that this rank sends to, and receives from, each rank; ``unit`` elements a token.
+
+        Args:
+            back: for the way back, after attention.
+        """
+        sent = [tokens * unit for tokens in self.gives]
+        received = [tokens * unit for tokens in self.takes]
         return (received, sent) if back else (sent, received)
 
 
 def move_table(placement: Placement, rank: int) -> MoveTable:
-    """The part of ``rank`` in the moves of a placement."""
-    gives, takes = dict.fromkeys(placement.schedule.ranks, 0), dict.fromkeys(placement.schedule.ranks, 0)
+    """Return the moves of a placement in which ``rank`` takes part."""
+    gives = dict.fromkeys(placement.schedule.ranks, 0)
+    takes = dict.fromkeys(placement.schedule.ranks, 0)
     for move in placement.moves:
         if move.holds == rank:
             gives[move.attends] += move.tokens

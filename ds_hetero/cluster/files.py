@@ -1,4 +1,4 @@
-"""Cluster files: YAML or JSON in people's units, one `Cluster` in SI units.
+"""Reader of cluster files: YAML or JSON in people's units, one `Cluster` in SI units.
 
 ```yaml
 description: anything                                   # optional
@@ -23,12 +23,12 @@ devices:                                                # optional: new devices,
 profile: {...}                                          # optional: raw measurements, written by ds-hetero profile
 ```
 
-Bandwidths are per pair and direction; GB is 10^9 bytes, GiB 2^30. A link may also carry measured values:
-``p2p_efficiency`` and ``all_to_all_efficiency``, achieved shares of its bandwidth (``efficiency`` for both; 1 where
-left out, `NOMINAL_SHARE` where the link is the catalogue's), and ``all_to_all_latency_us``. A device may name the
-kernel whose rates of the catalogue it has (``attention: flash_attn_2``).
-All ranks of a node share its ports to the network: one, unless ``nics`` says more; ``nics: per_rank`` gives every
-rank one of its own. A `Cluster` is in SI units: reading a file converts its units once.
+Bandwidths are per pair and direction; GB is 10^9 bytes, GiB 2^30. A link may also have measured values:
+``p2p_efficiency`` and ``all_to_all_efficiency``, achieved shares of its bandwidth (``efficiency`` sets both; left out,
+they are 1, or `NOMINAL_SHARE` if the link is the catalogue's), and ``all_to_all_latency_us``. A device may name the
+kernel whose rates of the catalogue are used for it (``attention: flash_attn_2``).
+All ranks of a node share its NICs: one, unless ``nics`` says more; with ``nics: per_rank`` every rank has one to
+itself. Reading a file converts its units once.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,10 @@ from ds_hetero.common.text import listed
 from ds_hetero.common.units import GB, GIB, MICRO
 from ds_hetero.errors import ClusterError
 
-MAX_NAME = 200
-MAX_OVERRIDES = 1_000_000  # pairs of nodes
-DEFAULT_LATENCY_S = 5e-6  # inside a node, where the link is left to the catalogue
-PER_RANK = "per_rank"  # of nics: a port for every rank
+MAX_NAME = 200  # characters
+MAX_OVERRIDES = 1_000_000  # pairs of nodes that links name: a table of them still fits into memory
+DEFAULT_LATENCY_S = 5e-6  # of a link without latency_us; chosen, never measured: `ds-hetero profile` measures it
+PER_RANK = "per_rank"  # value of nics: one for every rank
 
 _DEVICE_WORDS = ("efficiency", "source", "attention", "measured", "attention_s", "shares_host_memory")
 _LINK_KEYS = {
@@ -93,6 +94,7 @@ _LINK_KEYS = {
 
 
 def _efficiency_bounds(name: str) -> Bounds:
+    """Bounds of a field of `Efficiency`: a time, a share of the peak, or a number of tokens, rows or keys."""
     if name.endswith("_s"):
         return OVERHEAD_S
     shares = ("matmul", "attention_forward", "attention_backward", "attention_narrow", "memory")
@@ -103,13 +105,15 @@ _EFFICIENCY_KEYS = {field.name: _efficiency_bounds(field.name) for field in fiel
 
 
 def load_cluster(source: str | Path | JsonObject) -> Cluster:
-    """A cluster from a file, from a name in ds_configs/clusters, or inline. Raises `ClusterError`."""
+    """Read a cluster from a file, by a name in ds_configs/clusters, or from inline content. Raises `ClusterError`.
+
+    A file of the user comes before a name of the package.
+    """
     if isinstance(source, Mapping):
         return cluster_from_dict(source)
-    ready = next((name for name in cluster_names() if name == str(source)), None)
     path = Path(source)
-    if ready is not None and not is_file(path):
-        path = config_dir() / "clusters" / f"{ready}.yaml"
+    if str(source) in cluster_names() and not is_file(path):
+        path = config_dir() / "clusters" / f"{source}.yaml"
     try:
         content = read_file(path, "cluster", ClusterError, yaml=path.suffix != ".json")
     except ClusterError as error:
@@ -128,74 +132,89 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def cluster_from_dict(data: JsonObject) -> Cluster:
-    """A cluster from a file's content. Raises `ClusterError`: the place of what is wrong, and what is accepted."""
-    if isinstance(data, Mapping):  # of a profile only the profiler reads the timings
+    """Read a cluster from a file's content. Raises `ClusterError`: the place of the fault, and what is accepted."""
+    if isinstance(data, Mapping):  # raw timings of a profile are checked by the profiler, which alone reads them
         check_content({key: value for key, value in data.items() if key != "profile"}, "cluster", ClusterError)
     expect_keys(
         "cluster", data, required={"nodes"}, allowed={"nodes", "network", "links", "devices", "description", "profile"}
     )
     catalogue = _devices(data.get("devices") or {})
-    entries = data["nodes"]
+    nodes, nics_by_node = _all_nodes(data["nodes"], catalogue)
+    name, times = Counter(node.name for node in nodes).most_common(1)[0]
+    if times > 1:
+        raise ClusterError(f"two nodes are named {shortened(name)}. Give every node a name of its own.")
+    network, default_nics = _network(data, nodes)
+    links = _overrides(data.get("links") or [], nodes)
+    if len(nodes) > 1:
+        shared_nics = {}
+        for index, nics in nics_by_node.items():
+            count = default_nics if nics is None else nics
+            if count < len(nodes[index].devices):  # with one for every rank, ranks do not share any
+                shared_nics[index] = count
+        _share_nics(nodes, shared_nics, network, links)
+    return Cluster(nodes=tuple(nodes), network=network, links=links)
+
+
+def _all_nodes(entries: Any, catalogue: Mapping[str, DeviceSpec]) -> tuple[list[Node], dict[int, float | None]]:
+    """Return the nodes of all entries, and the number of NICs by node whose entry does not set their bandwidth.
+
+    The number is None if the entry does not set it either.
+    """
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
         raise ClusterError(f"nodes must be a list with at least one node, got {shortened(entries)}.")
     nodes: list[Node] = []
     num_ranks = 0
-    ports_of: dict[range, float | None] = {}
+    nics_by_node: dict[int, float | None] = {}
     for i, entry in enumerate(entries):
-        copies, ports = _nodes(i, entry, catalogue, MAX_RANKS - num_ranks)
+        copies, nics = _nodes(i, entry, catalogue, MAX_RANKS - num_ranks)
         if copies[0].nic_bytes_per_s is None:
-            ports_of[range(len(nodes), len(nodes) + len(copies))] = ports
+            nics_by_node.update(dict.fromkeys(range(len(nodes), len(nodes) + len(copies)), nics))
         nodes += copies
         num_ranks += sum(len(node.devices) for node in copies)
-    name, times = Counter(node.name for node in nodes).most_common(1)[0]
-    if times > 1:
-        raise ClusterError(f"two nodes are named {shortened(name)}. Give every node a name of its own.")
-    default_ports = 1.0
+    return nodes, nics_by_node
+
+
+def _network(data: JsonObject, nodes: Sequence[Node]) -> tuple[Link, float]:
+    """Return the link between nodes, and the NICs of a node that sets none. Raises `ClusterError`: it is missing."""
     if "network" in data:
+        default_nics = 1.0
         content = data["network"]
         if isinstance(content, Mapping) and "nics" in content:
-            default_ports = _ports("network.nics", content["nics"])
+            default_nics = _num_nics("network.nics", content["nics"])
             content = {key: value for key, value in content.items() if key != "nics"}
-        network = _link("network", "network", content, _LINK_KEYS | {"nics"})
-    elif len(nodes) == 1:
-        network = replace(nodes[0].link, name="network")
-    else:
-        raise ClusterError(
-            f"network is missing, but there are {len(nodes)} nodes. "
-            "Add network: {bandwidth_gb_per_s: ..., latency_us: ...}, the link between two ranks of different nodes."
-        )
-    links = _overrides(data.get("links") or [], nodes)
-    if len(nodes) > 1:
-        counts = {members: default_ports if count is None else count for members, count in ports_of.items()}
-        fewer = {members: n for members, n in counts.items() if n < len(nodes[members.start].devices)}
-        _share_ports(nodes, fewer, network, links)
-    return Cluster(nodes=tuple(nodes), network=network, links=links)
+        return _link("network", "network", content, _LINK_KEYS | {"nics"}), default_nics
+    if len(nodes) == 1:  # nothing uses the network, but a `Cluster` has one
+        return replace(nodes[0].link, name="network"), 1.0
+    raise ClusterError(
+        f"network is missing, but there are {len(nodes)} nodes. "
+        "Add network: {bandwidth_gb_per_s: ..., latency_us: ...}, the link between two ranks of different nodes."
+    )
 
 
-def _share_ports(
-    nodes: list[Node], ports: Mapping[range, float], network: Link, links: Sequence[tuple[tuple[int, int], Link]]
+def _share_nics(
+    nodes: list[Node], nics: Mapping[int, float], network: Link, links: Sequence[tuple[tuple[int, int], Link]]
 ) -> None:
-    """Set what the ranks of a node share: the rate of its ports, each as fast as the node's best link.
+    """Set the rate that the ranks of a node share: that of its NICs, each as fast as the node's fastest link.
 
     Args:
-        ports: of the nodes in a range that have fewer of them than ranks.
+        nics: number by node, of nodes that have fewer NICs than ranks.
         network: link of pairs of nodes that ``links`` does not name.
         links: overrides by pair of nodes.
     """
     cluster = Cluster(nodes=tuple(nodes), network=network, links=tuple(links))
-    for members, count in ports.items():
-        for i in members:
-            nodes[i] = replace(nodes[i], nic_bytes_per_s=count * best_rate(cluster, i))
+    for i, count in nics.items():
+        nodes[i] = replace(nodes[i], nic_bytes_per_s=count * best_rate(cluster, i))
 
 
 def best_rate(cluster: Cluster, node: int) -> float:
-    """Bytes per second of a port of a node to the network: those of its fastest link to another node."""
+    """Return the bytes per second of a node's NIC: the rate of its fastest link to another node."""
     rates = [link.bytes_per_s for pair, link in cluster.links if node in pair]
-    return max(rates if len(rates) == len(cluster.nodes) - 1 else [*rates, cluster.network.bytes_per_s])
+    has_links_to_all = len(rates) == len(cluster.nodes) - 1
+    return max(rates if has_links_to_all else [*rates, cluster.network.bytes_per_s])
 
 
-def _ports(where: str, value: object) -> float:
-    """Ports of a node to the network: a number, or infinite for ``per_rank``."""
+def _num_nics(where: str, value: object) -> float:
+    """NICs of a node: a number, or infinite for ``per_rank``."""
     return inf if value == PER_RANK else whole_number(where, value, f"or {PER_RANK}")
 
 
@@ -209,18 +228,16 @@ def _devices(data: JsonObject) -> dict[str, DeviceSpec]:
 
 
 def _device(name: str, entry: JsonObject, known: DeviceSpec | None) -> DeviceSpec:
-    """One entry of ``devices``: a new device, or other values of a known one."""
+    """Read one entry of ``devices``.
+
+    Args:
+        known: the catalogue's device of this name, whose other values stay; None for a new device.
+    """
     where = f"devices.{shortened(name)[1:-1]}"
     required = set() if known else {"peak_tflops", "memory_gib", "memory_bandwidth_gb_per_s"}
     expect_keys(where, entry, required=required, allowed={*DEVICE_KEYS, *_DEVICE_WORDS})
-    values: JsonDict = {
-        field: number(f"{where}.{key}", entry[key], bounds) * unit
-        for key, (field, unit, bounds) in DEVICE_KEYS.items()
-        if key in entry
-    }
-    for field in ("memory_bytes", "reserved_bytes"):
-        if field in values:
-            values[field] = int(values[field])
+    base = known
+    values = _device_numbers(where, entry)
     if "attention_s" in entry:
         values["attention_s"] = _attention_times(f"{where}.attention_s", entry["attention_s"])
     if "source" in entry:
@@ -228,16 +245,17 @@ def _device(name: str, entry: JsonObject, known: DeviceSpec | None) -> DeviceSpe
     for key in ("measured", "shares_host_memory"):
         if key in entry:
             values[key] = entry[key] is True
+    # The kernel first: an efficiency that the entry writes out comes on top of the kernel's rates.
     if "attention" in entry:
         values["attention_kernel"] = str(entry["attention"])
-        if known and name in CATALOGUE and entry["attention"]:
-            known = with_attention(known, str(entry["attention"]), CATALOGUE[name].attention)
+        if base and name in CATALOGUE and entry["attention"]:
+            base = with_attention(base, str(entry["attention"]), CATALOGUE[name].attention)
     elif "attention_forward" in entry.get("efficiency", ()):
-        values["attention_kernel"] = ""
+        values["attention_kernel"] = ""  # measured rates are of no kernel of the catalogue
     if "efficiency" in entry:
-        base = known.efficiency if known else Efficiency()
-        values["efficiency"] = _efficiency(f"{where}.efficiency", entry["efficiency"], base)
-    device = replace(known, **values) if known else _new_device(name, values)
+        base_efficiency = base.efficiency if base else Efficiency()
+        values["efficiency"] = _efficiency(f"{where}.efficiency", entry["efficiency"], base_efficiency)
+    device = replace(base, **values) if base else _new_device(name, values)
     if device.reserved_bytes >= device.memory_bytes:
         raise ClusterError(
             f"{where}.reserved_gib is {device.reserved_bytes / GIB:g}, but memory_gib is "
@@ -246,8 +264,23 @@ def _device(name: str, entry: JsonObject, known: DeviceSpec | None) -> DeviceSpe
     return device
 
 
+def _device_numbers(where: str, entry: JsonObject) -> JsonDict:
+    """Numbers of an entry of ``devices`` in SI units, by field of `DeviceSpec`."""
+    values: JsonDict = {}
+    for key, (field, unit, bounds) in DEVICE_KEYS.items():
+        if key in entry:
+            values[field] = number(f"{where}.{key}", entry[key], bounds) * unit
+    for field in ("memory_bytes", "reserved_bytes"):
+        if field in values:
+            values[field] = int(values[field])
+    return values
+
+
 def _new_device(name: str, values: JsonObject) -> DeviceSpec:
-    """A device of which the catalogue knows nothing: what is left out is usual, and how sure it is follows from it."""
+    """Make a device that the catalogue lacks; values left out are the usual ones.
+
+    A device with an efficiency was profiled: its predictions err less than those of one with peaks alone.
+    """
     is_measured = "efficiency" in values
     usual = {
         "reserved_bytes": usual_reserve(values["memory_bytes"]),
@@ -258,7 +291,7 @@ def _new_device(name: str, values: JsonObject) -> DeviceSpec:
 
 
 def _attention_times(where: str, data: object) -> tuple[tuple[int, float], ...]:
-    """Measured times of attention by tokens, ``{4096: 0.01}``; tokens are texts in JSON."""
+    """Read measured times of attention by tokens, ``{4096: 0.01}``; the tokens are text in JSON."""
     if not isinstance(data, Mapping) or not data:
         raise ClusterError(f"{where} must map tokens to seconds, got {shortened(data)}.")
     times = []
@@ -276,8 +309,14 @@ def _efficiency(where: str, data: Any, base: Efficiency) -> Efficiency:
     return replace(base, **{key: number(f"{where}.{key}", data[key], _EFFICIENCY_KEYS[key]) for key in data})
 
 
-def _nodes(index: int, data: Any, catalogue: Mapping[str, DeviceSpec], room: int) -> tuple[list[Node], float | None]:
-    """The nodes of one entry, which together may have ``room`` devices, and its number of ports, if it says one."""
+def _nodes(
+    index: int, data: Any, catalogue: Mapping[str, DeviceSpec], most_devices: int
+) -> tuple[list[Node], float | None]:
+    """Return the nodes of one entry, ``repeat`` of them, and their number of NICs; None if the entry sets none.
+
+    Args:
+        most_devices: of all of these nodes together.
+    """
     where = f"nodes[{index}]"
     expect_keys(
         where,
@@ -292,36 +331,51 @@ def _nodes(index: int, data: Any, catalogue: Mapping[str, DeviceSpec], room: int
         )
     where = f"{where} ({name})"
     repeat = whole_number(f"{where}.repeat", data.get("repeat", 1))
-    devices = _devices_of_node(where, data, catalogue, room // repeat)
-    link = data.get("link")
-    switch = None
-    if link is None:
-        inside = _catalogue_link(where, name, devices)
-    else:
-        if isinstance(link, Mapping) and "total_gb_per_s" in link:
-            switch = number(f"{where}.link.total_gb_per_s", link["total_gb_per_s"]) * GB
-            link = {key: value for key, value in link.items() if key != "total_gb_per_s"}
-        inside = _link(f"{where}.link", f"inside {name}", link)
-    nic, ports = None, None
-    if "nics" in data and not isinstance(data["nics"], Mapping):
-        ports = _ports(f"{where}.nics", data["nics"])
+    devices = _devices_of_node(where, data, catalogue, most_devices // repeat)
+    link, switch_bytes_per_s = _link_inside(where, name, data.get("link"), devices)
+    nic_bytes_per_s, num_nics = None, None
+    if isinstance(data.get("nics"), Mapping):
+        nic_bytes_per_s = _nics_bytes_per_s(f"{where}.nics", data["nics"])
     elif "nics" in data:
-        expect_keys(
-            f"{where}.nics", data["nics"], required={"bandwidth_gb_per_s"}, allowed={"count", "bandwidth_gb_per_s"}
-        )
-        one_nic = number(f"{where}.nics.bandwidth_gb_per_s", data["nics"]["bandwidth_gb_per_s"]) * GB
-        nic = whole_number(f"{where}.nics.count", data["nics"].get("count", 1)) * one_nic
-    host = number(f"{where}.host_memory_gib", data["host_memory_gib"]) * GIB if "host_memory_gib" in data else None
-    copies = [name] if repeat == 1 else [f"{name}-{i}" for i in range(repeat)]
-    shared: JsonDict = {"nic_bytes_per_s": nic, "switch_bytes_per_s": switch, "host_memory_bytes": host}
-    make = partial(Node, devices=devices, link=inside, group=name, **shared)
-    return [make(name=copy) for copy in copies], ports
+        num_nics = _num_nics(f"{where}.nics", data["nics"])
+    host_memory_bytes = None
+    if "host_memory_gib" in data:
+        host_memory_bytes = number(f"{where}.host_memory_gib", data["host_memory_gib"]) * GIB
+    make = partial(
+        Node,
+        devices=devices,
+        link=link,
+        group=name,
+        nic_bytes_per_s=nic_bytes_per_s,
+        switch_bytes_per_s=switch_bytes_per_s,
+        host_memory_bytes=host_memory_bytes,
+    )
+    names = [name] if repeat == 1 else [f"{name}-{i}" for i in range(repeat)]
+    return [make(name=node_name) for node_name in names], num_nics
+
+
+def _link_inside(where: str, name: str, link: Any, devices: Sequence[DeviceSpec]) -> tuple[Link, float | None]:
+    """Return the link inside a node, and the bytes per second of its switch; None if pairs share none."""
+    if link is None:
+        return _catalogue_link(where, name, devices), None
+    switch_bytes_per_s = None
+    if isinstance(link, Mapping) and "total_gb_per_s" in link:
+        switch_bytes_per_s = number(f"{where}.link.total_gb_per_s", link["total_gb_per_s"]) * GB
+        link = {key: value for key, value in link.items() if key != "total_gb_per_s"}
+    return _link(f"{where}.link", f"inside {name}", link), switch_bytes_per_s
+
+
+def _nics_bytes_per_s(where: str, nics: JsonObject) -> float:
+    """Bytes per second of all NICs of a node together, from their bandwidth and count."""
+    expect_keys(where, nics, required={"bandwidth_gb_per_s"}, allowed={"count", "bandwidth_gb_per_s"})
+    one_nic = number(f"{where}.bandwidth_gb_per_s", nics["bandwidth_gb_per_s"]) * GB
+    return whole_number(f"{where}.count", nics.get("count", 1)) * one_nic
 
 
 def _devices_of_node(
-    where: str, data: JsonObject, catalogue: Mapping[str, DeviceSpec], room: int
+    where: str, data: JsonObject, catalogue: Mapping[str, DeviceSpec], most_devices: int
 ) -> tuple[DeviceSpec, ...]:
-    """The devices of one node, of which there may be ``room``."""
+    """Return the devices of one node in rank order. Raises `ClusterError`: unknown, or more than ``most_devices``."""
     if ("device" in data) == ("devices" in data) or ("devices" in data and "count" in data):
         raise ClusterError(f"{where} takes either device and count, or devices with one name per rank.")
     if "device" in data:
@@ -331,7 +385,7 @@ def _devices_of_node(
         names, count = data["devices"], 1
         if not isinstance(names, Sequence) or isinstance(names, str) or not names:
             raise ClusterError(f"{where}.devices must be a list of device names, one per rank, got {shortened(names)}.")
-    if len(names) * count > room:
+    if len(names) * count > most_devices:
         raise ClusterError(f"{where}: count and repeat bring the cluster to more than {MAX_RANKS:,} devices.")
     for device in names:
         if not isinstance(device, str) or device not in catalogue:
@@ -343,6 +397,7 @@ def _devices_of_node(
 
 
 def _catalogue_link(where: str, name: str, devices: Sequence[DeviceSpec]) -> Link:
+    """The catalogue's link between such devices, as fast as the slowest one's. Raises `ClusterError`: not listed."""
     entries = [CATALOGUE[device.name] for device in devices if device.name in CATALOGUE]
     if len(entries) < len(devices):
         raise ClusterError(
@@ -360,31 +415,31 @@ def _catalogue_link(where: str, name: str, devices: Sequence[DeviceSpec]) -> Lin
 
 
 def _link(where: str, name: str, data: Any, allowed: Set[str] = _LINK_KEYS) -> Link:
+    """Read a link; ``where`` is its place in the file, ``name`` its name in messages."""
     expect_keys(where, data, required={"bandwidth_gb_per_s"}, allowed=set(allowed))
-    shares = {
-        key: number(f"{where}.{given}", data[given], LINK_RATIO)
-        for key in ("p2p_efficiency", "all_to_all_efficiency")
-        for given in ("efficiency", key)
-        if given in data
-    }
-    latencies = {
-        key: number(f"{where}.{key}", data[key], DURATION_US) * MICRO
-        for key in ("latency_us", "all_to_all_latency_us")
-        if key in data
-    }
+    efficiencies = {}
+    for key in ("p2p_efficiency", "all_to_all_efficiency"):
+        for file_key in ("efficiency", key):  # the specific key comes last and wins
+            if file_key in data:
+                efficiencies[key] = number(f"{where}.{file_key}", data[file_key], LINK_RATIO)
+    latencies_s = {}
+    for key in ("latency_us", "all_to_all_latency_us"):
+        if key in data:
+            latencies_s[key] = number(f"{where}.{key}", data[key], DURATION_US) * MICRO
     return Link(
         name=name,
-        latency_s=latencies.get("latency_us", DEFAULT_LATENCY_S),
-        all_to_all_latency_s=latencies.get("all_to_all_latency_us"),
+        latency_s=latencies_s.get("latency_us", DEFAULT_LATENCY_S),
+        all_to_all_latency_s=latencies_s.get("all_to_all_latency_us"),
         bytes_per_s=number(f"{where}.bandwidth_gb_per_s", data["bandwidth_gb_per_s"]) * GB,
-        **shares,
+        **efficiencies,
     )
 
 
 def _overrides(data: Any, nodes: Sequence[Node]) -> tuple[tuple[tuple[int, int], Link], ...]:
+    """Read ``links``: a link by pair of node indices, sorted."""
     if not isinstance(data, Sequence) or isinstance(data, str):
         raise ClusterError(f"links must be a list of {{between: [node, node], ...}}, got {shortened(data)}.")
-    indices: dict[str, list[int]] = {}  # by the names of nodes, and of entries that stand for several
+    indices: dict[str, list[int]] = {}  # by the name of a node, and by that of an entry with ``repeat``
     for i, node in enumerate(nodes):
         for name in {node.group, node.name}:
             indices.setdefault(name, []).append(i)
@@ -401,12 +456,13 @@ def _overrides(data: Any, nodes: Sequence[Node]) -> tuple[tuple[tuple[int, int],
         num_pairs += len(ends[0]) * len(ends[1])
         if num_pairs > MAX_OVERRIDES:
             raise ClusterError(f"{where}.between: links name more than {MAX_OVERRIDES:,} pairs of nodes. Use network.")
-        pairs = {(min(a, b), max(a, b)) for a in ends[0] for b in ends[1] if a != b}
+        pairs = {(min(a, b), max(a, b)) for a, b in product(*ends) if a != b}
         if not pairs:
             raise ClusterError(
                 f"{where}.between names {between[0]!r} twice, which is one node. Its inner link is nodes[].link."
             )
-        link = _link(where, f"{between[0]} - {between[1]}", {k: v for k, v in entry.items() if k != "between"})
+        link_content = {key: value for key, value in entry.items() if key != "between"}
+        link = _link(where, f"{between[0]} - {between[1]}", link_content)
         # Not by operators of sets: ``pairs - table.keys()`` goes over the whole table, for every one of 45,000 links.
         for pair in sorted(pair for pair in pairs if pair in table):
             if replace(link, name=table[pair].name) != table[pair]:
@@ -433,7 +489,7 @@ def _refuse_second_link(
 
 
 def _nodes_named(where: str, name: Any, indices: Mapping[str, list[int]]) -> list[int]:
-    """Indices of the node ``name``, or of all copies of the entry ``name``."""
+    """Return the index of the node ``name``, or those of all copies of the entry ``name``."""
     if not isinstance(name, str) or name not in indices:
         raise ClusterError(
             f"{where}: there is no node {shortened(name)}{did_you_mean(str(name), indices, LIKENESS)}. "

@@ -4,17 +4,18 @@
     node      cards, separated by commas, in the order of the ranks
     cards     4090   2x4090   4090x2   2x4090@4x8
 
-Behind ``@`` stands the slot of these cards, PCIe generation x lanes, where it is slower than the card. Inside a node of
-cards with one kind of NVLink (or Infinity Fabric) ranks talk over that; else over PCIe, as fast as its slowest slot,
-and half as fast through the host's memory where it has a GeForce, whose driver has no peer-to-peer.
+``@`` precedes the PCIe slot of these cards, generation x lanes, if it is slower than the card. If all cards of a node
+have the same NVLink (or Infinity Fabric), its ranks use that. Otherwise they use PCIe at the rate of the slowest slot,
+and at half of that through the host's memory if one is a GeForce, whose driver has no peer-to-peer.
 
-The line becomes the content of a cluster file, so that what it means can be saved, read and changed.
+The line becomes the content of a cluster file, so that its meaning can be saved, read and changed.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ds_hetero.cluster.catalogue import CATALOGUE, NOMINAL_SHARE, THROUGH_HOST, pcie_bytes_per_s
@@ -26,8 +27,8 @@ from ds_hetero.common.units import GB
 from ds_hetero.errors import ClusterError
 
 NETWORK_LATENCY_US = 10.0  # chosen, never measured; `ds-hetero profile` measures it
-MAX_NOTATION = 20_000  # characters; chosen, never measured: a longer line is no cluster that somebody typed
-LIKELY_COUNT = 128  # of an unknown card; a larger number is part of its name, as in GTX 1080 and 7900XTX
+MAX_NOTATION = 20_000  # characters; chosen, never measured: nobody types a longer line
+LIKELY_COUNT = 128  # largest count before or after an unknown name; a larger number belongs to it, as in 7900XTX
 _COUNTED = (
     re.compile(r"(?P<count>\d{1,7})\s*[x*×]\s*(?P<name>.+)", re.IGNORECASE),  # noqa: RUF001 - people type the sign
     re.compile(r"(?P<name>.+?)\s*[x*×]\s*(?P<count>\d{1,7})", re.IGNORECASE),  # noqa: RUF001
@@ -41,27 +42,27 @@ class Notation(NamedTuple):
     """Meaning of a line of cards."""
 
     content: JsonDict  # of a cluster file
-    remarks: tuple[str, ...]  # what was decided where the line left a choice, as sentences
+    remarks: tuple[str, ...]  # sentences about choices that the line left open
 
 
 class _Cards(NamedTuple):
-    """Cards of one kind beside each other; ``slot`` is (generation, lanes) of PCIe, None for the card's own."""
+    """One part of a node: a number of equal cards."""
 
     number: int
     named: Named
-    slot: tuple[int, int] | None
+    slot: tuple[int, int] | None  # PCIe generation and lanes; None for those of the card
 
 
 def read_notation(gpus: str, network: str | None = None, nics: int | None = None) -> Notation:
     """Read a line of cards.
 
     Args:
-        network: one port of a node to the network, see `network_gb_per_s`; needed if there are several nodes.
-        nics: such ports of a node, which its cards share; 1 where left out.
+        network: rate of one NIC, see `network_gb_per_s`; required for several nodes.
+        nics: NICs of a node, which its cards share; 1 if left out.
 
     Raises:
-        ClusterError: an unknown card, with the three nearest names; a name that fits several; a part of the line that
-            is no card; several nodes without a network, or one node with one.
+        ClusterError: an unknown card, with the three nearest names; a name that fits several cards; a part of the line
+            without a card; several nodes without a network, or one node with a network.
     """
     if len(gpus) > MAX_NOTATION:
         raise ClusterError(f"--gpus is longer than {MAX_NOTATION:,} characters. Write a cluster file, see --cluster.")
@@ -76,10 +77,12 @@ def read_notation(gpus: str, network: str | None = None, nics: int | None = None
         raise ClusterError(
             f"{option} joins nodes, and --gpus names one. Separate nodes by a bar: --gpus '5090 | 3090'."
         )
-    num_ranks = sum(_ranks(cards) for node in nodes for cards in node)
+    all_cards = list(chain.from_iterable(nodes))
+    num_ranks = sum(map(_ranks, all_cards))
     if num_ranks > MAX_RANKS:
         raise ClusterError(f"--gpus names {num_ranks:,} devices, more than {MAX_RANKS:,}.")
-    entries = [_entry("node" if len(nodes) == 1 else f"node{i}", node) for i, node in enumerate(nodes)]
+    names = ["node"] if len(nodes) == 1 else [f"node{i}" for i in range(len(nodes))]
+    entries = [_entry(name, node) for name, node in zip(names, nodes, strict=True)]
     content: JsonDict = {"description": f"made from --gpus {gpus!r}", "nodes": entries}
     if network is not None:
         rate = network_gb_per_s("--network", network)
@@ -89,16 +92,16 @@ def read_notation(gpus: str, network: str | None = None, nics: int | None = None
             "nics": whole_number("--nics", 1 if nics is None else nics),
             "efficiency": NOMINAL_SHARE,
         }
-    return Notation(content, tuple(dict.fromkeys(_remarks(cards for node in nodes for cards in node))))
+    return Notation(content, tuple(dict.fromkeys(_remarks(all_cards))))
 
 
 def network_gb_per_s(where: str, text: str) -> float:
-    """Read the rate of a link: ``25``, ``25GB/s`` and ``200Gbit/s`` are the same. Raises `ClusterError`: no rate."""
+    """Read the rate of a link in GB/s: ``25``, ``25GB/s`` and ``200Gbit/s`` are the same. Raises `ClusterError`."""
     match = _RATE.fullmatch(text.strip())
     unit = _UNITS.get(match["unit"].lower()) if match else None
     try:
         value = float(match["value"]) if match else None
-    except ValueError:
+    except ValueError:  # the pattern lets 1.2.3 through
         value = None
     if unit is None or value is None:
         raise ClusterError(
@@ -119,27 +122,27 @@ def _node(index: int, text: str) -> list[_Cards]:
 
 
 def _cards(text: str) -> _Cards:
-    """Read the cards of one part. Raises `ClusterError`: no card, or no slot behind ``@``."""
+    """Read one part, such as ``3090x2@4x8``. Raises `ClusterError`: its card, count or slot cannot be read."""
     body, at, slot = text.partition("@")
     count, name = _count_and_name(body.strip())
     card = card_named(name)
     if not count:
-        raise ClusterError(f"--gpus: {shortened(text)} is no card at all. Give 1 or more, or leave it out.")
+        raise ClusterError(f"--gpus: {shortened(text)} asks for 0 cards. Give 1 or more, or leave it out.")
     return _Cards(count, card, _slot(slot) if at else None)
 
 
 def _count_and_name(text: str) -> tuple[int, str]:
-    """Take a number off the name, before or behind it.
+    """Separate the count, before or after the name, from the name.
 
-    The first reading whose name is in the catalogue counts, and that without a number is tried first. If none is, the
-    smallest likely number is taken off, so that the error names the rest.
+    Of all readings, the first one whose name is in the catalogue is taken, beginning with that without a count. If no
+    name is in the catalogue, the reading with the smallest likely count is, so that the error shows the name alone.
     """
-    matches = [match for match in (pattern.fullmatch(text) for pattern in _COUNTED) if match]
-    with_number = [(int(match["count"]), match["name"]) for match in matches]
-    for reading in [(1, text), *with_number]:
-        if _is_known(reading[1]):
-            return reading
-    likely = [reading for reading in with_number if reading[0] <= LIKELY_COUNT]
+    matches = [pattern.fullmatch(text) for pattern in _COUNTED]
+    with_count = [(int(match["count"]), match["name"]) for match in matches if match]
+    for count, name in [(1, text), *with_count]:
+        if _is_known(name):
+            return count, name
+    likely = [(count, name) for count, name in with_count if count <= LIKELY_COUNT]
     return min(likely, default=(1, text))
 
 
@@ -162,21 +165,23 @@ def _slot(text: str) -> tuple[int, int]:
 
 
 def _entry(name: str, node: Sequence[_Cards]) -> JsonDict:
-    """A node as cluster files write it."""
+    """A node as an entry of a cluster file."""
     devices: list[str] = []
     for cards in node:
         devices += [cards.named.name] * _ranks(cards)
     links = {CATALOGUE[device].link_name for device in devices}
     if len(links) == 1 and not any(cards.slot for cards in node):
-        rate = min(CATALOGUE[device].link_bytes_per_s for device in devices)
+        bytes_per_s = min(CATALOGUE[device].link_bytes_per_s for device in devices)
     else:
-        rate = min(_pcie(cards) for cards in node)
+        bytes_per_s = min(_pcie_bytes_per_s(cards) for cards in node)
     entry: JsonDict = {"name": name}
     if len(set(devices)) == 1:
         entry |= {"device": devices[0], "count": len(devices)}
     else:
         entry["devices"] = devices
-    return {**entry, "link": {"bandwidth_gb_per_s": rate / GB, "latency_us": 5, "efficiency": NOMINAL_SHARE}}
+    # 5 us is the default latency of cluster files, see `ds_hetero.cluster.files.DEFAULT_LATENCY_S`.
+    entry["link"] = {"bandwidth_gb_per_s": bytes_per_s / GB, "latency_us": 5, "efficiency": NOMINAL_SHARE}
+    return entry
 
 
 def _has_datasheet(name: str) -> bool:
@@ -184,24 +189,26 @@ def _has_datasheet(name: str) -> bool:
 
 
 def _ranks(cards: _Cards) -> int:
+    """Ranks on these cards: one per device, of which some cards have several."""
     return cards.number * CATALOGUE[cards.named.name].ranks
 
 
-def _pcie(cards: _Cards) -> float:
-    """Rate between these cards and others over the lanes of their slot."""
+def _pcie_bytes_per_s(cards: _Cards) -> float:
+    """Rate between these cards and others over PCIe: that of the slot or of the card, the slower one."""
     entry = CATALOGUE[cards.named.name]
     generation, lanes = cards.slot or (entry.pcie_generation, entry.pcie_lanes)
     rate = pcie_bytes_per_s(min(generation, entry.pcie_generation), min(lanes, entry.pcie_lanes))
     return rate if entry.peer_to_peer else rate * THROUGH_HOST
 
 
-def _remarks(every: Iterable[_Cards]) -> Iterable[str]:
-    """Sentences about names that fit several cards, and about cards with several devices."""
-    for cards in every:
-        entry, name = CATALOGUE[cards.named.name], cards.named.name
-        # A card that its maker does not sell (no datasheet) is meant by nobody who does not say so.
-        others = [other for other in cards.named.others if _has_datasheet(other)]
-        if others:
-            yield f"taken for {name}, not for {' or '.join(others)}; say which one if it is another"
+def _remarks(all_cards: Iterable[_Cards]) -> Iterable[str]:
+    """Yield sentences about names that fit several cards, and about cards with several devices."""
+    for cards in all_cards:
+        name = cards.named.name
+        entry = CATALOGUE[name]
+        # A card without a datasheet is not sold by its maker: whoever means it names it in full.
+        alternatives = [other for other in cards.named.others if _has_datasheet(other)]
+        if alternatives:
+            yield f"taken for {name}, not for {' or '.join(alternatives)}; say which one if it is another"
         if entry.ranks > 1:
             yield f"a card {name} is {entry.ranks} devices, and so {entry.ranks} ranks"

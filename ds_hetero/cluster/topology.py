@@ -1,14 +1,14 @@
 """Devices, nodes, links and the cluster they form.
 
-Links come in classes: every pair of ranks inside a node shares one `Link`, every pair of ranks of two given
-nodes shares another. So 4,096 ranks on 512 nodes need a 512 x 512 table of class numbers and a handful of
-classes, never a table over pairs of ranks.
+Links have classes: all pairs of ranks inside a node share one `Link`, and so do all pairs of ranks between the same two
+nodes. So 4,096 ranks on 512 nodes need a 512 x 512 table of class numbers and a few classes, never a table over pairs
+of ranks.
 
-Ranks are numbered in the order of the nodes. SI base units; the unit is in the name.
+Ranks are numbered in the order of the nodes. Numbers are in SI base units, with the unit in the name.
 
-A device is datasheet numbers, and how far below them it really runs. Peaks come from the catalogue or from the user;
-efficiencies come from a profile, or are the catalogue's assumption until there is one. The two are kept apart so that
-`ds_hetero.cost.published` can ignore the second.
+A device has peaks, from the catalogue or the user, and efficiencies, the shares of the peaks that it achieves. These
+come from a profile, or are the catalogue's assumption until there is one. The two are separate so that
+`ds_hetero.cost.published` can use the peaks alone.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from ds_hetero.common.arrays import Bools, Floats, Ints, distinct
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Achieved share of the peak for large shapes, and the sizes at which half of that is left.
+    """Achieved shares of the peaks for large shapes, and the sizes at which half of a share is achieved.
 
-    Time of a product of ``m`` tokens with a weight: ``flops / (peak * matmul) * (1 + matmul_half_tokens / m)``.
+    Time of a matmul of ``m`` tokens with a weight: ``flops / (peak * matmul) * (1 + matmul_half_tokens / m)``.
     Time of attention between ``r`` query rows (tokens x heads x batch) and ``t`` keys:
-    ``flops / (peak * attention) * (1 + attention_half_rows / r) * (1 + attention_half_kv / t)``: few heads or short
-    shards leave parts of the device idle, short keys leave the kernel's prologue and epilogue uncovered. A causal
-    square takes ``attention_edge_keys`` more keys per query than its half. The shares of attention hold for heads of
-    ``attention_width``, 0 for any; of heads half as wide ``attention_narrow`` of them is left, and widths that are no
-    multiple of 32 are padded to one.
+    ``flops / (peak * attention) * (1 + attention_half_rows / r) * (1 + attention_half_kv / t)``: with few heads or
+    short shards parts of the device idle, with short keys nothing hides the kernel's prologue and epilogue.
+
+    With ``matmul=0.6`` and ``matmul_half_tokens=256``, 256 tokens run at 0.3 of the peak and 2,304 at 0.54.
     """
 
     matmul: float = 1.0
@@ -43,22 +42,22 @@ class Efficiency:
     matmul_half_tokens: float = 0.0
     attention_half_rows: float = 0.0
     attention_half_kv: float = 0.0
-    attention_edge_keys: float = (
-        0.0  # keys per query that a causal square costs beyond its half, computed in whole tiles
-    )
+    # A causal square costs half of its keys per query and this many more: tiles on the diagonal are computed in full.
+    attention_edge_keys: float = 0.0
+    # Head size for which the shares of attention were measured, 0 for any; see `DeviceSpec.attention_share`.
     attention_width: float = 0.0
-    attention_narrow: float = 1.0
-    # Of the host, to launch the forward of a layer: a pass takes at least that, however little it computes.
+    attention_narrow: float = 1.0  # factor on these shares for heads half as wide
+    # Host time to launch the forward of a layer: a pass takes at least this, however little it computes.
     layer_host_s: float = 0.0
     kernel_overhead_s: float = 0.0  # host and launch time of one layer's forward outside attention
     attention_overhead_s: float = 0.0  # host and launch time of one attention block
-    # Of the thread that computes, for its part in one round of messages (an exchange of heads, a hop of a ring or
-    # between stages, an all-reduce): to pack, post, unpack, without waiting. 0 where a host runs ahead of its device.
+    # Time of the computing thread to pack, post and unpack the messages of one round (an all-to-all, a ring step, a
+    # stage-to-stage send, an all-reduce), without waiting. 0 if the host runs ahead of its device.
     message_overhead_s: float = 0.0
 
     @property
     def is_profiled(self) -> bool:
-        """Whether a layer was measured whole; devices of the catalogue are described by kernels and their host."""
+        """Whether the numbers were fitted to measured layers; the catalogue describes kernels and host separately."""
         return not self.layer_host_s
 
 
@@ -67,42 +66,50 @@ class DeviceSpec:
     """One accelerator.
 
     Args:
-        error: half of the range, as a share, in which a predicted step lies in 8 of 10 cases: of measurements of this
-            card, or of cards like it; see ``measured``.
-        attention_s: measured seconds of causal attention on this device alone, ``(tokens, seconds)`` by ascending
-            tokens, the table of the hetero-ring paper; empty if it was not measured.
+        error: relative error of a predicted step that 8 of 10 measurements stay within: of this card if ``measured``,
+            else of similar cards.
+        attention_s: measured seconds of causal attention on this device, ``(tokens, seconds)`` by ascending tokens,
+            the table of the hetero-ring paper; empty if not measured.
     """
 
     name: str  # catalogue name such as ``H100-SXM-80GB``, or the user's
     peak_flops_per_s: float  # dense bf16 of the datasheet, without sparsity; HexiSeq's c_d (arXiv:2605.07569, table 1)
     memory_bytes: int  # device memory, m_d
     memory_bytes_per_s: float  # bandwidth of that memory, b_d
-    reserved_bytes: int = 0  # part of the memory that no tensor gets: the driver's context and communication buffers
-    fragmentation: float = 0.0  # bytes that the allocator holds beside tensors, as a share of these
-    attention_kernel: str = ""  # whose rates ``efficiency`` has; empty where they were measured
+    reserved_bytes: int = 0  # memory unusable for tensors: the driver's context and communication buffers
+    fragmentation: float = 0.0  # memory that the allocator wastes, as a share of the tensors' bytes
+    attention_kernel: str = ""  # catalogue kernel whose rates ``efficiency`` has; empty if they were measured
     error: float = 0.0
     measured: bool = True  # training on this card was measured, by this project's table or by a profile
-    source: str = "given by the user"  # where the numbers come from
+    source: str = "given by the user"  # source of the numbers
     efficiency: Efficiency = field(default_factory=Efficiency)  # achieved shares of the peaks
-    watts: float | None = None  # power under load; None if not known
+    watts: float | None = None  # power under load; None if unknown
     idle_watts: float | None = None  # power while it waits; None for a quarter of ``watts``
-    shares_host_memory: bool = False  # the memory is the machine's own, so that what is offloaded stays in it
-    price_per_hour: float | None = None  # money for one hour, in any one currency; None if not known
+    shares_host_memory: bool = False  # device and host have one memory: offloading frees nothing
+    price_per_hour: float | None = None  # money for one hour, in any one currency; None if unknown
     attention_s: tuple[tuple[int, float], ...] = ()
 
     @property
     def usable_bytes(self) -> float:
-        """Memory that tensors get: without the reserve and what the allocator loses between them."""
+        """Memory for tensors: without the reserve, and without the allocator's waste."""
         return (self.memory_bytes - self.reserved_bytes) / (1 + self.fragmentation)
 
     def attention_share(self, name: str, head_dim: int) -> float:
-        """Share of the peak that a pass of attention, ``"forward"`` or ``"backward"``, reaches on heads of a width."""
-        own = self.efficiency
-        share: float = getattr(own, f"attention_{name}")
-        if not own.attention_width or head_dim >= own.attention_width:
+        """Return the share of the peak that attention achieves on heads of ``head_dim``.
+
+        Narrower heads than ``attention_width`` achieve less: ``attention_narrow`` of it at each halving. Kernels pad
+        ``head_dim`` to a multiple of 32. With a width of 128, ``attention_narrow=0.8`` and a share of 0.5, heads of 64
+        achieve 0.4, and heads of 48 (padded to 64) 0.4 * 48 / 64 = 0.3.
+
+        Args:
+            name: the pass, ``"forward"`` or ``"backward"``.
+        """
+        efficiency = self.efficiency
+        share: float = getattr(efficiency, f"attention_{name}")
+        if not efficiency.attention_width or head_dim >= efficiency.attention_width:
             return share
         padded = -(-head_dim // 32) * 32
-        narrowed: float = own.attention_narrow ** log2(own.attention_width / padded)
+        narrowed: float = efficiency.attention_narrow ** log2(efficiency.attention_width / padded)
         return share * narrowed * head_dim / padded
 
 
@@ -120,15 +127,14 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One machine: its devices in rank order, the link inside it, and what its ranks share.
+    """One machine: its devices in rank order, the link between them, and the rates and memory that they share.
 
     Args:
-        nic_bytes_per_s: what all ranks of the node together can send to other nodes (and receive); None when every
-            rank has a port of its own that runs at the network link's rate.
-        switch_bytes_per_s: what all ranks together can move inside the node, such as a PCIe root; None when pairs do
-            not disturb each other (NVSwitch).
-        host_memory_bytes: memory of the machine itself, where offloads of devices with a memory of their own go; None
-            where nobody says it.
+        nic_bytes_per_s: rate at which all ranks of the node together send to other nodes (and receive); None if every
+            rank has a NIC to itself, at the rate of the network link.
+        switch_bytes_per_s: rate at which all ranks together send inside the node, such as that of a PCIe root; None if
+            pairs do not slow each other down (NVSwitch).
+        host_memory_bytes: memory of the machine, to which devices offload; None if unknown.
     """
 
     name: str
@@ -175,12 +181,12 @@ class Cluster:
 
     @cached_property
     def memory_bytes(self) -> Floats:
-        """Memory of every rank, ``[ranks]``."""
+        """Memory of every rank, ``[ranks]``; floats, as NumPy's integers have 32 bits in browsers."""
         return np.array([device.memory_bytes for device in self.devices], dtype=np.float64)
 
     @cached_property
     def shares_host_memory(self) -> Bools:
-        """Whether the memory of a rank's device is its machine's own, ``[ranks]``."""
+        """Whether a rank's device and its host have one memory, ``[ranks]``."""
         return np.array([device.shares_host_memory for device in self.devices])
 
     @cached_property
@@ -191,7 +197,9 @@ class Cluster:
     @cached_property
     def link_classes(self) -> tuple[Link, ...]:
         """The distinct links, in order of first use: inside the nodes, the network, overrides."""
-        return tuple(dict.fromkeys([node.link for node in self.nodes] + [self.network] + [k for _, k in self.links]))
+        inside = [node.link for node in self.nodes]
+        overrides = [link for _, link in self.links]
+        return tuple(dict.fromkeys([*inside, self.network, *overrides]))
 
     @cached_property
     def link_class(self) -> Ints:
@@ -210,10 +218,17 @@ class Cluster:
 
     @cached_property
     def link_class_alike(self) -> tuple[int, ...]:
-        """For every class of links the first one that differs from it in its name alone, both inside nodes or not."""
-        first: dict[tuple[bool, Link], int] = {}
-        nameless = ((i in self.link_classes_inside, replace(link, name="")) for i, link in enumerate(self.link_classes))
-        return tuple(first.setdefault(key, i) for i, key in enumerate(nameless))
+        """For every link class, the first class with the same numbers, among those inside, or between, nodes.
+
+        Eight equal nodes have eight classes that differ in their names only, ``inside node-0`` ...: all of them get the
+        index of the first.
+        """
+        first_of_numbers: dict[tuple[bool, Link], int] = {}
+        first_classes = []
+        for i, link in enumerate(self.link_classes):
+            numbers = i in self.link_classes_inside, replace(link, name="")
+            first_classes.append(first_of_numbers.setdefault(numbers, i))
+        return tuple(first_classes)
 
     @cached_property
     def node_latency_s(self) -> Floats:
@@ -223,24 +238,28 @@ class Cluster:
     @cached_property
     def node_all_to_all_latency_s(self) -> Floats:
         """Start-up time of an all-to-all for every pair of nodes, ``[nodes, nodes]``."""
-        known = [link.all_to_all_latency_s for link in self.link_classes]
-        plain = [link.latency_s for link in self.link_classes]
-        return np.array([b if a is None else a for a, b in zip(known, plain, strict=True)])[self.link_class]
+        latencies_s = []
+        for link in self.link_classes:
+            measured_s = link.all_to_all_latency_s
+            latencies_s.append(link.latency_s if measured_s is None else measured_s)
+        return np.array(latencies_s)[self.link_class]
 
     @cached_property
     def place(self) -> Ints:
-        """Place in the network of every node, ``[nodes]``: nodes of one place see each other and all others alike.
+        """Place in the network of every node, ``[nodes]``: nodes of one place have the same links to all nodes.
 
-        Between two nodes of a place there is one link class, and so there is between two places: sums and maxima over
-        pairs of nodes become sums and maxima over a handful of places.
+        Between any two nodes of a place there is one link class, and so there is between two places. So sums and maxima
+        over pairs of nodes are computed over a few places. 64 nodes in two racks, with one link class inside a rack and
+        another between racks, have two places.
         """
         num_nodes = len(self.nodes)
         place = np.full(num_nodes, -1)
         for node in range(num_nodes):
             if place[node] >= 0:
                 continue
-            same = self.link_class == self.link_class[node]
-            # A twin differs at most where the row meets its own diagonal or that of the other.
+            same = self.link_class == self.link_class[node]  # [other node, third node]: same link to the third node
+            # Rows of two nodes of a place may differ where one of the two is the third node: a row has the link inside
+            # the node there, the other row the link between the two.
             same[np.arange(num_nodes), np.arange(num_nodes)] = True
             same[:, node] = True
             place[same.all(axis=1) & (place < 0)] = place.max() + 1
@@ -248,9 +267,12 @@ class Cluster:
 
     @cached_property
     def place_nodes(self) -> tuple[Ints, Ints]:
-        """A pair of nodes, different if possible, for every pair of places: two arrays ``[places, places]``."""
-        first = np.unique(self.place, return_index=True)[1]
-        last = len(self.place) - 1 - np.unique(self.place[::-1], return_index=True)[1]
+        """A pair of nodes for every pair of places, two arrays ``[places, places]``.
+
+        The two are different nodes even for a place with itself, if it has two nodes.
+        """
+        first = np.unique(self.place, return_index=True)[1]  # first node of every place
+        last = len(self.place) - 1 - np.unique(self.place[::-1], return_index=True)[1]  # and the last one
         sender, receiver = np.meshgrid(first, last, indexing="ij")
         return sender, receiver
 
@@ -272,71 +294,75 @@ class Cluster:
 
     @cached_property
     def nic_bytes_per_s(self) -> Floats:
-        """Bandwidth that the ranks of a node share towards other nodes, infinite where each has a port, ``[nodes]``."""
+        """Bandwidth that a node's ranks share towards other nodes, infinite if each has a NIC, ``[nodes]``."""
         return np.array([np.inf if node.nic_bytes_per_s is None else node.nic_bytes_per_s for node in self.nodes])
 
     @cached_property
     def switch_bytes_per_s(self) -> Floats:
-        """Bandwidth that the ranks of a node share inside it, infinite where pairs disturb no other, ``[nodes]``."""
+        """Bandwidth that a node's ranks share inside it, infinite if pairs do not slow each other down, ``[nodes]``."""
         return np.array([np.inf if node.switch_bytes_per_s is None else node.switch_bytes_per_s for node in self.nodes])
 
     @cached_property
     def shares_ports(self) -> bool:
-        """Some node has a NIC or a switch that its ranks share."""
+        """Whether some node has a NIC or a switch that its ranks share."""
         return bool(np.isfinite(self.nic_bytes_per_s).any() or np.isfinite(self.switch_bytes_per_s).any())
 
     def link(self, a: int, b: int) -> Link:
-        """The link between ranks ``a`` and ``b``."""
+        """Return the link between ranks ``a`` and ``b``."""
         return self.link_classes[int(self.link_class[self.node_of_rank[a], self.node_of_rank[b]])]
 
     def part(self, first: int, stop: int) -> Cluster:
-        """The cluster of ranks ``first`` to ``stop - 1``, which are numbered from 0 there; see `subset`."""
+        """Return the cluster of ranks ``first`` to ``stop - 1``, numbered from 0; see `subset`."""
         return self.subset(range(first, stop))
 
     def subset(self, ranks: Iterable[int]) -> Cluster:
-        """Return the cluster of these ranks, one at least, which are numbered from 0 there, in ascending order.
+        """Return the cluster of these ranks, at least one, numbered from 0 in ascending order.
 
-        Of a node with ranks outside they get their share of what its ranks have in common.
+        The other ranks of a node still use its NICs and its switch, so these ranks get their share of them.
         """
         chosen = np.array(sorted(set(ranks)), dtype=np.int64)
         node_of_chosen = self.node_of_rank[chosen]
         nodes: dict[int, Node] = {}
         for index in distinct(node_of_chosen).tolist():
-            node, inside = self.nodes[index], chosen[node_of_chosen == index]
-            share = len(inside) / len(node.devices)
+            node = self.nodes[index]
+            chosen_here = chosen[node_of_chosen == index]
+            share = len(chosen_here) / len(node.devices)
             nodes[index] = replace(
                 node,
-                devices=tuple(self.devices[rank] for rank in inside),
+                devices=tuple(self.devices[rank] for rank in chosen_here),
                 nic_bytes_per_s=node.nic_bytes_per_s and node.nic_bytes_per_s * share,
                 switch_bytes_per_s=node.switch_bytes_per_s and node.switch_bytes_per_s * share,
             )
         return self._of_nodes(nodes)
 
     def without(self, ranks: Iterable[int]) -> Cluster:
-        """Return the cluster after these ranks are lost, but not all; the others are numbered from 0, ascending.
+        """Return the cluster after the loss of these ranks, not of all; the others are numbered from 0, ascending.
 
-        Unlike a `subset`, what ranks of a node have in common stays whole for those that are left.
+        Unlike in a `subset`, the remaining ranks of a node have its NICs and its switch to themselves.
         """
         lost = set(ranks)
-        first, nodes = 0, {}
+        first_rank, nodes = 0, {}
         for index, node in enumerate(self.nodes):
-            left = tuple(device for i, device in enumerate(node.devices, first) if i not in lost)
-            first += len(node.devices)
-            if left:
-                nodes[index] = replace(node, devices=left)
+            remaining = tuple(device for rank, device in enumerate(node.devices, first_rank) if rank not in lost)
+            first_rank += len(node.devices)
+            if remaining:
+                nodes[index] = replace(node, devices=remaining)
         return self._of_nodes(nodes)
 
     def _of_nodes(self, nodes: Mapping[int, Node]) -> Cluster:
-        """The cluster of some nodes, by their index here, with the links between them."""
-        place = {index: i for i, index in enumerate(nodes)}
-        links = tuple(((place[a], place[b]), link) for (a, b), link in self.links if a in place and b in place)
-        return Cluster(nodes=tuple(nodes.values()), network=self.network, links=links)
+        """The cluster of some nodes, by their index in this one, with the links between them."""
+        new_index = {index: i for i, index in enumerate(nodes)}
+        links = []
+        for (a, b), link in self.links:
+            if a in new_index and b in new_index:
+                links.append(((new_index[a], new_index[b]), link))
+        return Cluster(nodes=tuple(nodes.values()), network=self.network, links=tuple(links))
 
     def with_devices(self, changed: Callable[[DeviceSpec], DeviceSpec]) -> Cluster:
-        """The cluster with what ``changed`` makes of every device; it is called in the order of the ranks."""
+        """Return the cluster with every device replaced by ``changed(device)``, called in the order of the ranks."""
         nodes = tuple(replace(node, devices=tuple(map(changed, node.devices))) for node in self.nodes)
         return replace(self, nodes=nodes)
 
     def rank_name(self, rank: int) -> str:
-        """A rank as people see it: ``rank 3 (A100-SXM-80GB on a100)``."""
+        """Return a rank's name for people: ``rank 3 (A100-SXM-80GB on a100)``."""
         return f"rank {rank} ({self.devices[rank].name} on {self.nodes[self.node_of_rank[rank]].name})"

@@ -28,21 +28,22 @@ class JobTimes(NamedTuple):
     @property
     def imbalance(self) -> float:
         """Computing time of the busiest rank over the mean; 1 is balanced."""
-        own = [rank.own_s for rank in self.ranks]
-        return max(own) * len(own) / sum(own) if any(own) else 1.0
+        compute_s = [rank.own_s for rank in self.ranks]
+        return max(compute_s) * len(compute_s) / sum(compute_s) if any(compute_s) else 1.0
 
     @property
     def parts_of_step(self) -> tuple[str, ...]:
-        """Names of the shares of a step that ranks have."""
+        """Names of the parts of a step that ranks report."""
         return PHASES if self.pipelines else SHARES
 
     def tokens_per_s(self, plan: Plan) -> float:
-        """Tokens of the job: of every rank of pipelines' first stages, of one rank where those are tensor-parallel."""
-        readers: list[int] = []
+        """Tokens per second of the job, counted at the first stage of every pipeline."""
+        counted_ranks: list[int] = []
         for pipeline in plan.pipelines:
             stage = pipeline.stages[0]
-            readers += stage.ranks if stage.inner == "sequence" else stage.ranks[:1]
-        return sum(self.ranks[rank].tokens_per_s for rank in readers)
+            # Sequence-parallel ranks hold different tokens; tensor-parallel ranks all hold the same ones.
+            counted_ranks += stage.ranks if stage.inner == "sequence" else stage.ranks[:1]
+        return sum(self.ranks[rank].tokens_per_s for rank in counted_ranks)
 
 
 def observation_of(ranks: Sequence[RankTimes]) -> Observation:
@@ -60,26 +61,31 @@ def observation_of(ranks: Sequence[RankTimes]) -> Observation:
 
 
 def planned_step_s(plan: Plan) -> float | None:
-    """Predicted time of a step in the plan file, if it is there."""
-    said: Any = (plan.predicted or {}).get("step_s")
-    return float(said) if isinstance(said, int | float) and said > 0 else None
+    """Return the predicted seconds of a step in the plan file; None if the file has none."""
+    step_s: Any = (plan.predicted or {}).get("step_s")
+    return float(step_s) if isinstance(step_s, int | float) and step_s > 0 else None
 
 
 def times_of_passes(plan: Plan, ranks: Sequence[RankTimes], steps: Sequence[Steps]) -> JobTimes:
-    """Return where the time of pipelines went; ``ranks``: what each says, whatever steps it has finished."""
+    """Return the times of a job with pipelines, by rank and by pipeline.
+
+    Args:
+        ranks: what every rank reports, over the steps that it has finished.
+        steps: the steps that all ranks have finished; the result is of these alone.
+    """
     phases = [dict.fromkeys(("forward_s", "backward_s", "hop_s", "bubble_s"), 0.0) for _ in ranks]
     for step in steps:
-        for rank, of_step in step.items():
-            if plan.place_of(rank) is None:  # it has no stage, and waits for the others
-                phases[rank]["bubble_s"] += of_step.joined_s
+        for rank, step_times in step.items():
+            if plan.place_of(rank) is None:  # a rank without a stage waits for the others
+                phases[rank]["bubble_s"] += step_times.joined_s
         for pipeline, j, rank in _places(plan):
             for name, seconds in phases_of_rank(pipeline, j, rank, step).items():
                 phases[rank][name] += seconds
-    of_ranks = []
+    rank_times = []
     for rank, times in enumerate(ranks):
         sums = sums_of([step[rank] for step in steps])
-        of_ranks.append(replace(times, steps=len(steps), **sums, **phases[rank]))
-    return JobTimes(of_ranks, [measure_pipeline(pipeline, steps) for pipeline in plan.pipelines])
+        rank_times.append(replace(times, steps=len(steps), **sums, **phases[rank]))
+    return JobTimes(rank_times, [measure_pipeline(pipeline, steps) for pipeline in plan.pipelines])
 
 
 def _places(plan: Plan) -> Iterator[tuple[Pipeline, int, int]]:
@@ -91,11 +97,13 @@ def _places(plan: Plan) -> Iterator[tuple[Pipeline, int, int]]:
 
 
 def utilizations(seen: JobTimes, model: ModelSpec | None, peaks: Sequence[float]) -> list[float | None]:
-    """See `RankTimes.model_flops_utilization`; None for every rank of pipelines, which have a part of the model.
+    """Return `RankTimes.model_flops_utilization` of every rank; None for ranks of pipelines.
+
+    A rank of a pipeline has only some layers, and the FLOPs of these are not counted.
 
     Args:
-        model: what is trained; None where no cost model describes it.
-        peaks: peak rates of the devices, 0 where unknown.
+        model: the trained model; None if no cost model describes it.
+        peaks: peak FLOP/s of the devices, 0 if unknown.
     """
-    model = None if seen.pipelines else model
-    return [rank.model_flops_utilization(model, peak) for rank, peak in zip(seen.ranks, peaks, strict=True)]
+    counted_model = None if seen.pipelines else model
+    return [rank.model_flops_utilization(counted_model, peak) for rank, peak in zip(seen.ranks, peaks, strict=True)]

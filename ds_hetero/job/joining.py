@@ -1,4 +1,4 @@
-"""Does a machine that waits to join an elastic job pay? What the planner says of a step with it, and without."""
+"""Gain of letting waiting machines join an elastic job: the planner's step with them against the step without."""
 
 from __future__ import annotations
 
@@ -15,47 +15,49 @@ from ds_hetero.planner import planning
 
 logger = logging.getLogger(__name__)
 
-# Of a step: the pause of some 10 s that letting machines in costs is earned back in 17 minutes.
+# Share of a step. To let machines in pauses the job for some 10 s, which 1 % earns back in 1,000 s, or 17 minutes.
 LEAST_GAIN_OF_JOINING = 0.01
 
 
 def gain_of_joining(start: JobStart, cards: Mapping[str, Sequence[str]]) -> float | None:
-    """Share of a step's time that machines would save; below 0 where they would make it longer.
+    """Return the share of a step's time that the machines would save; below 0 if they would make it longer.
 
     Args:
-        cards: names of the cards of each machine, by its name.
+        cards: names of the cards of each machine, by the machine's name.
 
     Returns:
-        -1 where nothing fits with them. None where the planner cannot say: the job has no forecast of one replica, a
-        card is not in the catalogue, or all ranks are on one machine, so that nothing is known of the network.
+        -1 if no plan with them fits into memory. None if the planner cannot predict it: the job has several replicas or
+        no forecast, a card is not in the catalogue, or all ranks are on one machine, so that no network is described.
     """
     if len(start.forecasts) != 1 or start.is_of_pipelines or start.forecasts[0].planned is None:
         return None
-    now = start.forecasts[0]
-    cluster = now.cost.cluster
+    forecast = start.forecasts[0]
+    cluster = forecast.cost.cluster
     if len(cluster.nodes) == 1:
         return None
     try:
-        nodes = [_node(name, of_node) for name, of_node in cards.items()]
-        without = _step_s(now, cluster)
+        joining_nodes = [_node(name, node_cards) for name, node_cards in cards.items()]
+        step_s_without = _step_s(forecast, cluster)
     except HeteroError as error:
-        logger.info("the planner cannot say what machines that wait would bring: %s", error)
+        logger.info("the planner cannot predict the gain of the machines that wait to join: %s", error)
         return None
     try:
-        return 1 - _step_s(now, replace(cluster, nodes=(*cluster.nodes, *nodes))) / without
+        grown_cluster = replace(cluster, nodes=(*cluster.nodes, *joining_nodes))
+        return 1 - _step_s(forecast, grown_cluster) / step_s_without
     except PlanError as error:
-        logger.info("nothing fits with the machines that wait: %s", error)
+        logger.info("no plan with the machines that wait to join fits into memory: %s", error)
         return -1.0
 
 
-def _step_s(now: Forecast, cluster: Cluster) -> float:
-    """Seconds of a step by the best plan of a cluster."""
-    work = replace(now.cost.workload, zero_weights=None)
-    planned = planning.plan(cluster, now.cost.model, work, cost_model=now.cost.name, layout=now.schedule.layout)
+def _step_s(forecast: Forecast, cluster: Cluster) -> float:
+    """Seconds of a step by the best plan for a cluster, of the model and batches of ``forecast``."""
+    cost = forecast.cost
+    workload = replace(cost.workload, zero_weights=None)  # the weights are of today's ranks
+    planned = planning.plan(cluster, cost.model, workload, cost_model=cost.name, layout=forecast.schedule.layout)
     return planned.prediction.iteration_s
 
 
 def _node(name: str, cards: Sequence[str]) -> Node:
-    """A machine with such cards, joined to each other as such cards usually are."""
+    """A machine with these cards and their usual link, from the catalogue."""
     described = cluster_from_dict(read_notation(",".join(cards)).content).nodes[0]
     return replace(described, name=name, group=name)

@@ -1,4 +1,4 @@
-"""Search of another cut of the layers of running pipelines, where one is predicted to be faster."""
+"""Search for a faster distribution of layers over the stages of running pipelines."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from ds_hetero.values.plans import Plan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerChange:
-    """One change of layers in a running job."""
+    """A redistribution of layers in a running job."""
 
-    step: int  # optimizer steps of this process before it
-    layers: tuple[tuple[int, ...], ...]  # by pipeline and stage
-    gain: float  # share of the passes' time that it is predicted to save
+    step: int  # optimizer steps that this process had done before the change
+    layers: tuple[tuple[int, ...], ...]  # number of layers by pipeline and stage
+    gain: float  # share of the passes' time that the change is predicted to save
     event: ClassVar[str] = "layers moved"
 
     def applied_to(self, plan: Plan) -> Plan:
-        """The plan with these layers."""
+        """Return the plan with these layers."""
         return with_layers(plan, self.layers)
 
     def __str__(self) -> str:
-        shares = " | ".join("+".join(map(str, own)) for own in self.layers)
-        return f"layers move, predicted to save {self.gain:.1%} of the passes: {shares}"
+        by_pipeline = ["+".join(map(str, layers)) for layers in self.layers]  # such as "20+12"
+        return f"layers move, predicted to save {self.gain:.1%} of the passes: {' | '.join(by_pipeline)}"
 
     def to_dict(self) -> JsonDict:
-        """For ``run.json``."""
-        return {"step": self.step, "layers": [list(own) for own in self.layers], "gain": self.gain}
+        """Return the entry of ``run.json``."""
+        return {"step": self.step, "layers": [list(layers) for layers in self.layers], "gain": self.gain}
 
 
 class LayerSearch:
-    """Looks for other layers of the stages of pipelines; on rank 0.
+    """Proposes other numbers of layers for the stages of pipelines; on rank 0.
 
-    A change takes two observations in a row that ask for one: the first may lie half before the speeds moved.
+    It proposes a change when two observations in a row predict a gain: the steps of the first one may have begun
+    before the speeds changed, so that its means are of no speed that a device has.
 
     Args:
         min_gain: share of the passes' time that a change must be predicted to save.
@@ -46,14 +47,15 @@ class LayerSearch:
 
     def __init__(self, min_gain: float) -> None:
         self._min_gain = min_gain
-        self._asked = False
+        self._gain_before = False
 
     def propose(self, step: int, plan: Plan, seen: JobTimes) -> Sequence[LayerChange]:
         """See `ds_hetero.job.replanning.PlanSearch`."""
-        change, asked = best_layer_change(step, plan, seen), self._asked
+        change = best_layer_change(step, plan, seen)
         is_gain = change.gain > 0 and change.gain >= self._min_gain
-        self._asked = is_gain and not asked
-        return [change] if is_gain and asked else []
+        is_second_in_a_row = is_gain and self._gain_before
+        self._gain_before = is_gain and not is_second_in_a_row  # counts from 0 after a proposal
+        return [change] if is_second_in_a_row else []
 
     def predicted_gain(self, plan: Plan, seen: JobTimes) -> float | None:
         """See `ds_hetero.job.replanning.PlanSearch`."""
@@ -61,39 +63,46 @@ class LayerSearch:
 
 
 def best_layer_change(step: int, plan: Plan, seen: JobTimes) -> LayerChange:
-    """Return the layers with which the pipelines are predicted to be fastest. ``plan``: that the steps ran under."""
-    before_s = after_s = 0.0
-    layers = []
+    """Return the layers with which the pipelines are predicted to be fastest.
+
+    Args:
+        plan: the plan under which the steps of ``seen`` ran.
+    """
+    before_s = after_s = 0.0  # of the slowest pipeline, for which the others wait
+    layers_by_pipeline = []
     for pipeline, times in zip(plan.pipelines, seen.pipelines, strict=True):
-        own = tuple(stage.num_layers or 0 for stage in pipeline.stages)
-        room = [min(seen.ranks[rank].growth for rank in stage.ranks) for stage in pipeline.stages]
-        speeds = speeds_of(times, own, room)
-        layers.append(best_layers(speeds, own))
-        before_s = max(before_s, pipeline_s(speeds, own))
-        after_s = max(after_s, pipeline_s(speeds, layers[-1]))
-    return LayerChange(step=step, layers=tuple(layers), gain=1 - after_s / before_s)
+        layers_now = tuple(stage.num_layers or 0 for stage in pipeline.stages)
+        growth = []
+        for stage in pipeline.stages:
+            growth.append(min(seen.ranks[rank].growth for rank in stage.ranks))  # the rank with the least free memory
+        speeds = speeds_of(times, layers_now, growth)
+        layers_best = best_layers(speeds, layers_now)
+        layers_by_pipeline.append(layers_best)
+        before_s = max(before_s, pipeline_s(speeds, layers_now))
+        after_s = max(after_s, pipeline_s(speeds, layers_best))
+    return LayerChange(step=step, layers=tuple(layers_by_pipeline), gain=1 - after_s / before_s)
 
 
 def speeds_of(measured: MeasuredPipeline, layers: Sequence[int], growth: Sequence[float]) -> PipelineSpeeds:
-    """Return what a layer of every stage takes, and the rest of the stage.
+    """Return the seconds of one layer, and of everything outside the layers, for every stage.
 
-    The backward is taken to be shared between layers and the rest as the forward is.
+    Only forwards are timed by layer; a backward is taken to be divided in the same ratio.
 
     Args:
-        growth: by stage, by what factor the memory in use may grow.
+        growth: by stage, the factor by which the memory in use may grow. Memory is taken to grow with the layers.
     """
-    stages = [
-        StageSpeed(
-            forward_s=forward_s * share / number,
-            backward_s=backward_s * share / number,
-            other_forward_s=forward_s * (1 - share),
-            other_backward_s=backward_s * (1 - share),
-            most_layers=int(min(number * room, MAX_STEPS)),
+    stages = []
+    columns = (measured.forward_s, measured.backward_s, measured.layers_share, layers, growth)
+    for forward_s, backward_s, layers_share, num_layers, stage_growth in zip(*columns, strict=True):
+        stages.append(
+            StageSpeed(
+                forward_s=forward_s * layers_share / num_layers,
+                backward_s=backward_s * layers_share / num_layers,
+                other_forward_s=forward_s * (1 - layers_share),
+                other_backward_s=backward_s * (1 - layers_share),
+                most_layers=int(min(num_layers * stage_growth, MAX_STEPS)),
+            )
         )
-        for forward_s, backward_s, share, number, room in zip(
-            measured.forward_s, measured.backward_s, measured.layers_share, layers, growth, strict=True
-        )
-    ]
     return PipelineSpeeds(
         stages=tuple(stages), hop_s=measured.hop_s, micro_batches=measured.micro_batches, in_flight=measured.in_flight
     )

@@ -1,7 +1,7 @@
-"""Manifest of a checkpoint: the step it is of, and the size and checksum of every part.
+"""Manifest of a checkpoint: its step, and the size and checksum of every part.
 
-A part is a file that one rank has written. Each has a stamp inside that names its save, so that a part of another save
-can be named; the manifest is written last, so that a folder with one is complete.
+A part is a file that one rank has written. It has the id of its save inside, so that a part of another save can be
+recognized. The manifest is written last: a folder that has one is complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SavedFile:
     """A file of a checkpoint as it was saved."""
 
     size_bytes: int
-    crc32: int  # of its content, as zip files have it. It finds damage, not forgery
+    crc32: int  # of its content, as in zip files; it finds damage, not forgery
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +34,17 @@ class Manifest:
     """Content of a checkpoint."""
 
     step: int  # optimizer steps done when it was saved
-    save_id: str  # drawn for this save; stamped into its parts
+    save_id: str  # random, one per save; also inside its parts
     parts: Mapping[str, SavedFile] = field(default_factory=dict)  # by file name
-    plan: JsonObject | None = None  # of a job that re-planning has changed, as in a file of version 2
+    plan: JsonObject | None = None  # as in a plan file of version 2, if re-planning has changed the job's plan
 
     def to_json(self) -> str:
-        """The content of the manifest's file."""
+        """Return the content of the manifest's file."""
         return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
 
 
 def seal_part(path: Path) -> SavedFile:
-    """Entry of the manifest for a written part, once the disk keeps it. Raises `OSError`: it does not."""
+    """Flush a written part to the disk and return its entry of the manifest. Raises `OSError`: the disk fails."""
     part = _measure(path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -55,16 +55,18 @@ def seal_part(path: Path) -> SavedFile:
 
 
 def _measure(path: Path) -> SavedFile:
-    """Read a file from end to end; 0.2 s per GB where it is in memory."""
-    crc, size, buffer = 0, 0, memoryview(bytearray(_CHUNK_BYTES))
+    """Read a file from end to end; 0.2 s per GB if it is in the page cache."""
+    crc, size = 0, 0
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
-            crc, size = zlib.crc32(buffer[:count], crc), size + count
+            crc = zlib.crc32(buffer[:count], crc)
+            size += count
     return SavedFile(size_bytes=size, crc32=crc)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Read a checkpoint's manifest; None where DeepSpeed wrote it alone. Raises `CheckpointError`."""
+    """Read a checkpoint's manifest; None for one that stock DeepSpeed wrote. Raises `CheckpointError`: damaged."""
     path = folder / MANIFEST
     if not path.exists():
         return None
@@ -74,7 +76,9 @@ def read_manifest(folder: Path) -> Manifest | None:
             raise CheckpointError(f"{path} has version {content['version']}; this release reads version {_VERSION}.")
         step, save_id, plan = content["step"], content["save_id"], content["plan"]
         parts = {name: SavedFile(**part) for name, part in content["parts"].items()}
-        numbers = [step, *(number for part in parts.values() for number in (part.size_bytes, part.crc32))]
+        numbers = [step]
+        for part in parts.values():
+            numbers += [part.size_bytes, part.crc32]
         if not all(is_whole(number, 0, 2**62) for number in numbers) or not isinstance(save_id, str):
             raise TypeError("a number or the name of the save is of another kind")
     except (KeyError, TypeError, AttributeError) as error:
@@ -83,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def changed_parts(folder: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, str]:
-    """Compare parts with the manifest; return what is wrong, by name of a part that has changed."""
+    """Compare parts with the manifest; return the fault of each part that has changed, by its name."""
     faults = {}
     for name in names:
         expected = manifest.parts[name]

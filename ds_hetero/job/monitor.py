@@ -1,7 +1,13 @@
-"""Looks at where the ranks' time goes, every few steps: for the monitors of the training, for people, for re-planning.
+"""Observation of the ranks' times, every few steps: for monitors of the training, for people, for re-planning.
 
-One observation is one small exchange of all ranks; re-planning adds one more. Nothing here waits for the device: steps
-that it has not finished are observed next time.
+    record_step        counts a step; every ``interval`` steps:
+      _observe           all ranks exchange their times: one collective
+        record, stragglers, documents     are given them
+        replanning                        may change the plan: one collective more
+        monitors                          are sent them as events
+    report             prints the table over the whole job
+
+Nothing here waits for the device: steps that it has not finished are observed the next time.
 """
 
 from __future__ import annotations
@@ -35,9 +41,9 @@ from ds_hetero.runtime.peers.watch import waiting_for_peers
 from ds_hetero.runtime.step_clock import StepClock, StepTimes
 from ds_hetero.values.plans import Plan
 
-WARM_UP = 2  # steps at the start that are not observed: first calls of kernels, libraries that load late
-AFTER_CHANGE = 1  # the same after a change of schedule: tables and buffers of the new one
-USUAL_INTERVAL = 10  # steps between observations, where neither the section nor the configuration says otherwise
+WARM_UP = 2  # unobserved steps at the start: first calls of kernels, libraries that load late
+AFTER_CHANGE = 1  # unobserved steps after a change of schedule: tables and buffers of the new one
+USUAL_INTERVAL = 10  # steps between observations, if neither section nor configuration sets them; chosen, not measured
 
 
 class EventWriter(Protocol):
@@ -51,24 +57,24 @@ class EventWriter(Protocol):
 
 @dataclass(frozen=True)
 class DocumentObserver:
-    """Observer where batches are placed by documents."""
+    """Observer of a job whose batches are placed by documents."""
 
-    zones: DocumentZones  # where their tokens lie
-    renewal: CostRenewal | None  # gives the placing new costs; None without re-planning
+    zones: DocumentZones  # counts the tokens of each zone
+    renewal: CostRenewal | None  # gives new costs to the placer; None without re-planning
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observers:
-    """Who is given the observations of one model."""
+    """Recipients of the observations of one model."""
 
-    replanning: Replanning | None = None  # changes the plan; None where the section does not ask for it
-    documents: DocumentObserver | None = None  # of placed documents; None where batches are cut by their length
-    stragglers: Stragglers | None = None  # on rank 0, names slow ranks; None where the section does not ask for it
-    record: RunRecord | None = None  # on rank 0, writes ``run.json``; None where the section does not ask for it
+    replanning: Replanning | None = None  # changes the plan; None if the section does not ask for it
+    documents: DocumentObserver | None = None  # None if batches are sharded by length
+    stragglers: Stragglers | None = None  # on rank 0, names slow ranks; None if the section does not ask for it
+    record: RunRecord | None = None  # on rank 0, writes ``run.json``; None if the section does not ask for it
 
 
 def steps_between(steps_per_print: float | None) -> int:
-    """Steps between observations without re-planning: those of the configuration's prints, if it has some."""
+    """Return the steps between observations without re-planning: DeepSpeed's ``steps_per_print``, if it is set."""
     return int(steps_per_print) if steps_per_print and isfinite(steps_per_print) else USUAL_INTERVAL
 
 
@@ -77,7 +83,7 @@ class StepMonitor:
 
     Args:
         interval: steps between two observations; rank 0's is used.
-        writer: of the events that each observation makes.
+        writer: writes the events of each observation.
 
     Caller: every rank of the world.
     Collectives: one `all_gather_bytes`.
@@ -86,22 +92,25 @@ class StepMonitor:
     def __init__(
         self, start: JobStart, clock: StepClock, observers: Observers, interval: int, writer: EventWriter
     ) -> None:
-        self._start, self._has_record = start, start.section.report is not None
-        self.replanning, self._documents = observers.replanning, observers.documents
+        self._start = start
+        self._has_record = start.section.report is not None  # on every rank, as all send snapshots
+        self.replanning = observers.replanning
+        self._documents = observers.documents
         self._stragglers = observers.stragglers
         self._record = observers.record
         self._clock, self._writer = clock, writer
         self._world = World.current()
-        self._model, self._peaks = start.facts.model.spec, [0.0] * self._world.size  # of described devices, by rank
+        self._model = start.facts.model.spec
+        self._peaks = [0.0] * self._world.size  # FLOP/s by rank, of devices that a cluster file describes
         for forecast in start.forecasts:
             for rank, device in zip(forecast.schedule.ranks, forecast.cost.cluster.devices, strict=True):
                 self._peaks[rank] = device.peak_flops_per_s
         self._recent_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._device = default_device()
-        (of_rank_0, *_), _ = all_gather_bytes([interval], b"")
-        self._interval = of_rank_0[0]
+        intervals, _ = all_gather_bytes([interval], b"")
+        self._interval = intervals[0][0]  # ranks that observed at different steps would wait for each other forever
         self._steps, self._steps_to_skip, self._num_observations = 0, WARM_UP, 0
-        self._totals: list[RankTimes] = []
+        self._totals: list[RankTimes] = []  # by rank, over all observations
         self._latest = JobTimes([])
         if self._world.rank == 0:
             atexit.register(self.report)
@@ -112,17 +121,22 @@ class StepMonitor:
         return RankUnitCosts()
 
     def keep_events(self, events: Sequence[JsonObject]) -> None:
-        """Let the record have the events of an elastic job, which are added as they come."""
+        """Give the record the list of an elastic job's events, which grows while the job runs."""
         if self._record is not None:
             self._record.events = events
 
     def record_step(self, samples: int) -> None:
-        """Count an optimizer step on every rank, after ``samples`` in all; observe the ranks' times if it is due."""
+        """Count an optimizer step on every rank; observe the ranks' times if an observation is due.
+
+        Args:
+            samples: trained since the begin of the training.
+        """
         self._clock.end_step()
         self._steps += 1
         if self._steps_to_skip:
             self._steps_to_skip -= 1
-            self._clock.pop_finished()
+            self._clock.pop_finished()  # drop its times
+        # A job that writes run.json observes its first step at once: it may end before the interval has passed.
         elif self._steps % self._interval == 0 or (self._has_record and not self._totals):
             self._observe(samples)
 
@@ -135,8 +149,12 @@ class StepMonitor:
         seen = self._all_ranks(steps)
         if seen is None:  # evaluating, or a device that is far behind
             return
-        times, self._latest = seen.ranks, seen
-        self._totals = [a + b for a, b in zip(self._totals, times, strict=True)] if self._totals else list(times)
+        self._latest = seen
+        times = seen.ranks
+        if self._totals:
+            self._totals = [total + rank_times for total, rank_times in zip(self._totals, times, strict=True)]
+        else:
+            self._totals = list(times)
         self._num_observations += 1
         self._keep(seen)
         if self._stragglers is not None:
@@ -149,27 +167,32 @@ class StepMonitor:
         self._write_events(seen, samples)
 
     def _all_ranks(self, steps: Sequence[StepTimes]) -> JobTimes | None:
-        """Return what all ranks say of their steps; None if one has none to speak of."""
+        """Return the times of all ranks; None if a rank has finished no step, or no step is finished by all.
+
+        Collectives: one `on_all_ranks`.
+        """
         growth, peak = possible_growth(self._device), peak_flops_per_s(self._device)
-        own = RankTimes.of(steps, self._unit_costs, growth, peak, self._recent_s)
-        of_passes = self._start.is_of_pipelines
-        times, with_passes = zip(*self._world.on_all_ranks(lambda: (own, steps if of_passes else ())), strict=True)
-        if not of_passes:
-            return JobTimes(times) if all(rank.steps for rank in times) else None
-        common = common_steps(with_passes)
-        return times_of_passes(self._plan, times, common) if common else None
+        rank_times = RankTimes.of(steps, self._unit_costs, growth, peak, self._recent_s)
+        has_pipelines = self._start.is_of_pipelines
+        passes = steps if has_pipelines else ()  # timestamps of every pass: only pipelines pay for sending them
+        times_by_rank, steps_by_rank = zip(*self._world.on_all_ranks(lambda: (rank_times, passes)), strict=True)
+        if not has_pipelines:
+            return JobTimes(times_by_rank) if all(times.steps for times in times_by_rank) else None
+        finished_by_all = common_steps(steps_by_rank)
+        return times_of_passes(self._plan, times_by_rank, finished_by_all) if finished_by_all else None
 
     @property
     def _plan(self) -> Plan:
         return self._start.plan if self.replanning is None else self.replanning.plan
 
     def _keep(self, seen: JobTimes) -> None:
-        """Let the record keep an observation; at the 1st, 2nd, 4th, 8th ... one, a trace of every rank too."""
+        """Add an observation to the record; at the 1st, 2nd, 4th, 8th ... one, a trace of every rank too."""
         if not self._has_record:
             return
-        if self._num_observations & (self._num_observations - 1) == 0:
-            own = Snapshot.take(self._device, self._clock.latest_ranges())
-            _, snapshots = all_gather_bytes([], own.to_bytes())
+        is_power_of_two = self._num_observations & (self._num_observations - 1) == 0
+        if is_power_of_two:
+            snapshot = Snapshot.take(self._device, self._clock.latest_ranges())
+            _, snapshots = all_gather_bytes([], snapshot.to_bytes())
             if self._record is not None:
                 self._record.add_snapshots(self._steps, list(map(Snapshot.from_bytes, snapshots)))
         if self._record is not None:
@@ -177,7 +200,7 @@ class StepMonitor:
 
     @property
     def changed_plan(self) -> Plan | None:
-        """The plan from re-planning; None while it runs what it began with."""
+        """The plan that re-planning has changed to; None while the job runs its first plan."""
         return None if self._plan.fingerprint == self._start.plan.fingerprint else self._plan
 
     def resume(self, plan: JsonObject) -> None:
@@ -201,28 +224,31 @@ class StepMonitor:
         if self._documents is not None:
             self._documents.zones.announce_once(shares)
         if self._writer.enabled:
-            of_zones = [(f"Heterogeneity/zone_{zone}_share", share, samples) for zone, share in shares.items()]
-            of_job = events(seen, self._plan, utilizations(seen, self._model, self._peaks), self._num_changes, samples)
-            self._writer.write_events([*of_job, *of_zones, *self._straggler_events(seen.ranks, samples)])
+            utilization = utilizations(seen, self._model, self._peaks)
+            job_events = events(seen, self._plan, utilization, self._num_changes, samples)
+            zone_events = [(f"Heterogeneity/zone_{zone}_share", share, samples) for zone, share in shares.items()]
+            straggler_events = self._straggler_events(seen.ranks, samples)
+            self._writer.write_events([*job_events, *zone_events, *straggler_events])
 
     def _straggler_events(self, times: Sequence[RankTimes], samples: int) -> list[tuple[str, float, int]]:
         if self._stragglers is None:
             return []
-        out = []
-        for number, (rank, score) in enumerate(zip(times, scores([one.own_median_s for one in times]), strict=True)):
-            values = {"min": rank.own_min_s, "median": rank.own_median_s, "max": rank.own_max_s}
-            out += [
-                (f"Heterogeneity/rank{number}/computing_{name}_s", value, samples) for name, value in values.items()
-            ]
-            out.append((f"Heterogeneity/rank{number}/straggler_score", score, samples))
-        return out
+        score_by_rank = scores([rank_times.own_median_s for rank_times in times])
+        rank_events = []
+        for rank, (rank_times, score) in enumerate(zip(times, score_by_rank, strict=True)):
+            prefix = f"Heterogeneity/rank{rank}"
+            rank_events.append((f"{prefix}/computing_min_s", rank_times.own_min_s, samples))
+            rank_events.append((f"{prefix}/computing_median_s", rank_times.own_median_s, samples))
+            rank_events.append((f"{prefix}/computing_max_s", rank_times.own_max_s, samples))
+            rank_events.append((f"{prefix}/straggler_score", score, samples))
+        return rank_events
 
     @property
     def _num_changes(self) -> int:
         return 0 if self.replanning is None else len(self.replanning.changes)
 
     def report(self) -> None:
-        """Show the table on rank 0, once; steps after the last observation are not in it."""
+        """Print the table on rank 0, once; steps after the last observation are not in it."""
         atexit.unregister(self.report)
         if self._totals and self._world.rank == 0:
             seen = JobTimes(self._totals, self._latest.pipelines)

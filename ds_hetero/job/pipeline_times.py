@@ -1,13 +1,16 @@
-"""Times of pipelines, from the moments of all ranks: phases of every rank, and speeds of every stage.
+"""Times of pipelines, from the timestamps of all ranks: phases of every rank, and speeds of every stage.
 
-    forward, backward   computing passes
-    hop                 packing and sending, and waiting for what the neighbour had computed already
-    bubble              waiting for a neighbour that still computed, and for the slowest rank at the end of the passes
-    sync                gradients to their owners, the norm, new values back
+    forward, backward   the rank computes a pass
+    hop                 it packs or sends, or the message that it waits for is on the wire
+    bubble              it waits for a neighbour that still computes, or for the slowest rank at the end of the passes
+    sync                gradients go to their owners, the norm is computed, new values come back
     rest                the optimizer, the loader, the host
 
-Clocks of ranks are brought together by the end of the passes, where all ranks add up the loss: it comes to all within
-the time of a short message.
+Clocks of ranks differ. They are aligned by ``joined_s``, the end of the all-reduce of the loss after the last pass:
+all ranks leave it within the time of a short message, so two ranks' ``joined_s`` stand for the same instant.
+
+An example of how a wait is divided, on the clock of the rank that waits: it asks for an activation at 10, the sender
+ends its forward at 13, the activation arrives at 14. The 3 seconds to 13 are bubble, the last one is hop.
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ from ds_hetero.values.plans.timetable import BACKWARD, FORWARD
 class MeasuredPipeline:
     """Times of one pipeline, means over steps."""
 
-    forward_s: tuple[float, ...]  # a stage and a micro-batch, until the stage is free again; of its slowest rank
+    forward_s: tuple[float, ...]  # by stage: one micro-batch on its slowest rank, until the result is sent
     backward_s: tuple[float, ...]  # likewise
-    layers_share: tuple[float, ...]  # by stage, share of a forward that the stage's layers take
-    hop_s: tuple[float, ...]  # from the end of a pass to the arrival at the next stage, one direction
+    layers_share: tuple[float, ...]  # by stage: share of a forward that the stage's layers take
+    hop_s: tuple[float, ...]  # by neighbouring pair: from the end of a pass to its arrival, one direction
     micro_batches: int
-    in_flight: tuple[int, ...]  # by stage
+    in_flight: tuple[int, ...]  # by stage: micro-batches between their forward and their backward
     passes_s: float  # from the first pass to the end of the last one
 
     @property
@@ -47,100 +50,123 @@ Steps = Mapping[int, StepTimes]
 
 
 def common_steps(by_rank: Sequence[Sequence[StepTimes]]) -> list[Steps]:
-    """The steps that every rank has finished, in order."""
-    numbered = [{step.number: step for step in steps} for steps in by_rank]
-    numbers = set.intersection(*(set(steps) for steps in numbered))
-    return [{rank: steps[number] for rank, steps in enumerate(numbered)} for number in sorted(numbers)]
+    """Return the steps that every rank has finished, in order."""
+    by_number = [{step.number: step for step in steps} for steps in by_rank]  # a dict per rank
+    finished_by_all = set.intersection(*(set(steps) for steps in by_number))
+
+    def of_all_ranks(number: int) -> Steps:
+        return {rank: steps[number] for rank, steps in enumerate(by_number)}
+
+    return [of_all_ranks(number) for number in sorted(finished_by_all)]
 
 
 def measure_pipeline(pipeline: Pipeline, steps: Sequence[Steps]) -> MeasuredPipeline:
-    """Return what one pipeline took in these steps of all ranks."""
-    passes_of_ranks = [step[rank].passes for step in steps for rank in pipeline.ranks]
+    """Return the times of one pipeline in these steps of all ranks."""
+    hops_s = []
+    for earlier, later in pairwise(pipeline.stages):
+        hops_s.append(median(_hop_s(earlier, later, step) for step in steps))
+    num_passes = []
+    slowest_s = []  # by step, the passes of the pipeline's slowest rank
+    for step in steps:
+        num_passes += [len(step[rank].passes) for rank in pipeline.ranks]
+        slowest_s.append(max(_passes_s(step[rank].passes) for rank in pipeline.ranks))
     return MeasuredPipeline(
         forward_s=tuple(_pass_s(stage, steps, FORWARD) for stage in pipeline.stages),
         backward_s=tuple(_pass_s(stage, steps, BACKWARD) for stage in pipeline.stages),
         layers_share=tuple(_layers_share(stage, steps) for stage in pipeline.stages),
-        hop_s=tuple(
-            median(_hop_s(earlier, later, step) for step in steps) for earlier, later in pairwise(pipeline.stages)
-        ),
-        micro_batches=round(median(len(passes) // 2 for passes in passes_of_ranks)),
+        hop_s=tuple(hops_s),
+        micro_batches=round(median(count // 2 for count in num_passes)),  # a forward and a backward each
         in_flight=tuple(pipeline.in_flight(j) for j in range(len(pipeline.stages))),
-        passes_s=fmean(max(_passes_s(step[rank].passes) for rank in pipeline.ranks) for step in steps),
+        passes_s=fmean(slowest_s),
     )
 
 
 def _passes_s(passes: Sequence[PassTimes]) -> float:
+    """Seconds from the begin of the first pass of a step to the end of the last one."""
     return passes[-1].sent_s - passes[0].asked_s if passes else 0.0
 
 
 def _pass_s(stage: Stage, steps: Sequence[Steps], kind: str) -> float:
-    """Seconds of a pass of one kind on the slowest rank of a stage; 0 where nobody ran one."""
+    """Mean seconds of a pass of one kind on the slowest rank of a stage; 0 if no rank ran one."""
     means_s = []
     for rank in stage.ranks:
-        passes = [one for step in steps for one in step[rank].passes if one.kind == kind]
+        passes = _passes_of_kind([rank], steps, kind)
         if passes:
-            means_s.append(fmean(one.sent_s - one.begin_s for one in passes))
+            means_s.append(fmean(timed.sent_s - timed.begin_s for timed in passes))
     return max(means_s, default=0.0)
 
 
 def _layers_share(stage: Stage, steps: Sequence[Steps]) -> float:
-    """Share of the forwards of a stage that its layers take; 1 where nobody has timed them."""
-    passes = [one for step in steps for rank in stage.ranks for one in step[rank].passes]
-    timed = [one for one in passes if one.kind == FORWARD and one.layers_s]
+    """Share of the forwards of a stage that its layers take; 1 if they were not timed."""
+    timed = [forward for forward in _passes_of_kind(stage.ranks, steps, FORWARD) if forward.layers_s]
     if not timed:
         return 1.0
-    return sum(one.layers_s for one in timed) / sum(one.sent_s - one.begin_s for one in timed)
+    return sum(forward.layers_s for forward in timed) / sum(forward.sent_s - forward.begin_s for forward in timed)
+
+
+def _passes_of_kind(ranks: Sequence[int], steps: Sequence[Steps], kind: str) -> list[PassTimes]:
+    """The forwards, or the backwards, of these ranks in these steps."""
+    passes: list[PassTimes] = []
+    for step in steps:
+        for rank in ranks:
+            passes += [timed for timed in step[rank].passes if timed.kind == kind]
+    return passes
 
 
 def _ahead_s(step: Steps, rank: int, other: int) -> float:
-    """How far the clock of ``rank`` is ahead of that of ``other``."""
+    """Seconds by which the clock of ``rank`` is ahead of that of ``other``."""
     return step[rank].joined_s - step[other].joined_s
 
 
 def _hop_s(earlier: Stage, later: Stage, step: Steps) -> float:
-    """The fastest message of a step between two stages, from the end of a pass to its arrival at a rank that waited."""
+    """Seconds of the fastest message of a step between two stages, from the end of a pass to its arrival.
+
+    The fastest, because a message that arrives while its receiver still computes looks slower than it was.
+    """
     sender, receiver = earlier.ranks[0], later.ranks[0]
-    first, second = _by_pass(step[sender].passes), _by_pass(step[receiver].passes)
+    passes_earlier = _by_pass(step[sender].passes)
+    passes_later = _by_pass(step[receiver].passes)
     ahead_s = _ahead_s(step, receiver, sender)
     messages_s = []
-    for kind, micro_batch in first.keys() & second.keys():
-        upstream, downstream = first[kind, micro_batch], second[kind, micro_batch]
-        if kind == FORWARD:  # an activation, from the earlier stage to the later one
+    for kind, micro_batch in passes_earlier.keys() & passes_later.keys():
+        upstream = passes_earlier[kind, micro_batch]
+        downstream = passes_later[kind, micro_batch]
+        if kind == FORWARD:  # an activation goes to the later stage
             messages_s.append(downstream.begin_s - upstream.end_s - ahead_s)
-        else:  # a gradient, back
+        else:  # a gradient comes back
             messages_s.append(upstream.begin_s - downstream.end_s + ahead_s)
+    # Clocks are aligned to a short message only: a fast link may seem to take less than nothing.
     return max(0.0, min(messages_s, default=0.0))
 
 
 def phases_of_rank(pipeline: Pipeline, j: int, rank: int, step: Steps) -> dict[str, float]:
-    """Seconds of what a rank of stage ``j`` did in the passes of a step, by the fields of `RankTimes`."""
+    """Seconds of each phase of a rank of stage ``j`` in the passes of a step, by the fields of `RankTimes`."""
     times = step[rank]
-    neighbours = {FORWARD: j - 1, BACKWARD: j + 1}  # stages whose passes of a kind come before those of this one
-    senders = {
-        kind: pipeline.stages[neighbour].ranks[0]
-        for kind, neighbour in neighbours.items()
-        if 0 <= neighbour < len(pipeline.stages)
-    }
-    passes_before = {kind: _by_pass(step[sender].passes) for kind, sender in senders.items()}
-    sums = {FORWARD: 0.0, BACKWARD: 0.0}
+    # A forward waits for the stage before, a backward for the stage behind; the ends of a pipeline wait for nobody.
+    sender_of_kind = {}
+    for kind, neighbour in ((FORWARD, j - 1), (BACKWARD, j + 1)):
+        if 0 <= neighbour < len(pipeline.stages):
+            sender_of_kind[kind] = pipeline.stages[neighbour].ranks[0]
+    sent_passes = {kind: _by_pass(step[sender].passes) for kind, sender in sender_of_kind.items()}
+    compute_s = {FORWARD: 0.0, BACKWARD: 0.0}
     hop_s = bubble_s = 0.0
-    for one in times.passes:
-        sums[one.kind] += one.end_s - one.begin_s
-        hop_s += one.sent_s - one.end_s
-        before = passes_before.get(one.kind, {}).get((one.kind, one.micro_batch))
-        if before is None:
+    for timed in times.passes:
+        compute_s[timed.kind] += timed.end_s - timed.begin_s
+        hop_s += timed.sent_s - timed.end_s
+        upstream = sent_passes.get(timed.kind, {}).get((timed.kind, timed.micro_batch))
+        if upstream is None:
             continue
-        # asked      the sender still computes: bubble      left      on the wire: hop      begin
-        waited_s = one.begin_s - one.asked_s
-        left_s = before.end_s + _ahead_s(step, rank, senders[one.kind])  # on this rank's clock
-        since_both_s = one.begin_s - max(left_s, one.asked_s)
+        # asked      the sender still computes: bubble      sent      on the wire: hop      begin
+        waited_s = timed.begin_s - timed.asked_s
+        upstream_sent_s = upstream.end_s + _ahead_s(step, rank, sender_of_kind[timed.kind])  # on this rank's clock
+        since_both_s = timed.begin_s - max(upstream_sent_s, timed.asked_s)
         on_wire_s = min(max(since_both_s, 0.0), waited_s)
         hop_s += on_wire_s
         bubble_s += waited_s - on_wire_s
     if times.passes:
-        bubble_s += max(0.0, times.joined_s - times.passes[-1].sent_s)
-    return {"forward_s": sums[FORWARD], "backward_s": sums[BACKWARD], "hop_s": hop_s, "bubble_s": bubble_s}
+        bubble_s += max(0.0, times.joined_s - times.passes[-1].sent_s)  # until the slowest rank has joined
+    return {"forward_s": compute_s[FORWARD], "backward_s": compute_s[BACKWARD], "hop_s": hop_s, "bubble_s": bubble_s}
 
 
 def _by_pass(passes: Sequence[PassTimes]) -> dict[tuple[str, int], PassTimes]:
-    return {(each.kind, each.micro_batch): each for each in passes}
+    return {(timed.kind, timed.micro_batch): timed for timed in passes}

@@ -1,9 +1,9 @@
-"""Prediction beside measurement: how long the cost model says that steps take, and how long they take.
+"""Check of the predicted step time against the measured one.
 
-Rank 0 alone has forecasts. Its `PredictionCheck` looks at a clock when an optimizer step is done, and compares at the
-end: when the engine is destroyed, when the handle is undone, or when the process exits, whichever comes first. Ranks
-wait for each other in every step, so one rank's clock will do, and no device is synchronized for it: the host runs
-ahead of its device by no more than it may queue, which is the same in every step.
+Rank 0 alone has forecasts. Its `PredictionCheck` reads a clock after every optimizer step, and compares at the end:
+when the engine is destroyed, when the handle is undone, or when the process exits, whichever comes first. Ranks wait
+for each other in every step, so the clock of one rank is enough. No device is synchronized: the host runs ahead of its
+device by a queue of bounded length, so the mean step of host and device is the same.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from ds_hetero.values.schedule import Schedule
 logger = logging.getLogger(__name__)
 COMPARED_STEPS = 100  # the latest ones are compared
 MicroBatches = tuple[tuple[Schedule, int, int], ...]
-"""Of a step, as (schedule, tokens of a sequence, sequences)."""
+"""Micro-batches of a step, each as (schedule, tokens of a sequence, sequences)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Prediction and measurement of the same steps, each predicted for its own batches: medians."""
+    """Medians of the predicted and the measured time of the same steps; each step is predicted for its batches."""
 
-    steps: int  # that were compared
+    steps: int  # number of compared steps
     predicted_s: float
     measured_s: float
 
 
 class PredictionCheck:
-    """The forecasts for one model, and the steps that its engine makes.
+    """Compares the forecasts for one model with the steps of its engine.
 
     Args:
-        forecasts: one per replica, this rank's first; none where nothing is known of the devices.
+        forecasts: one per replica, this rank's first; empty if the devices are unknown.
     """
 
     def __init__(self, forecasts: Sequence[Forecast]) -> None:
@@ -61,22 +61,26 @@ class PredictionCheck:
             atexit.register(self.report)
 
     def record_batch(self, batch: BatchLayout) -> None:
-        """Take note that a sharded forward begins."""
+        """Record the micro-batch of a sharded forward that begins; forwards without gradients are no training."""
         if self.forecasts and torch.is_grad_enabled():
             self._batches.append((batch.placement.schedule, batch.placement.length, batch.batch_size))
 
     def record_step(self, now_s: float) -> None:
-        """Take note that an optimizer step of the recorded batches is done, by a clock that only goes forward."""
-        if self._last_s is not None and self._batches:
+        """Record that an optimizer step of the recorded micro-batches has ended.
+
+        Args:
+            now_s: time of a monotonic clock.
+        """
+        if self._last_s is not None and self._batches:  # the very first step has no begin, and is not counted
             self._num_steps += 1
-            if self._num_steps == WARM_UP:  # the first one took no part, as nothing came before it
+            if self._num_steps == WARM_UP:
                 self._steps.clear()
             self._steps.append((now_s - self._last_s, tuple(self._batches)))
         self._last_s = now_s
         self._batches.clear()
 
     def report(self) -> None:
-        """Say how prediction and measurement compare, once; silent if there was no step to compare."""
+        """Announce predicted and measured time once; nothing if there was no step to compare."""
         atexit.unregister(self.report)
         comparison = self.compare()
         self._steps.clear()
@@ -88,11 +92,11 @@ class PredictionCheck:
             )
 
     def compare(self) -> Comparison | None:
-        """Medians over the recorded steps; None without any, or if they cannot be predicted."""
+        """Return the medians over the recorded steps; None without steps, or if they cannot be predicted."""
         steps = list(self._steps)
         if not steps:
             return None
-        predict = functools.lru_cache(maxsize=None)(self._predict)
+        predict = functools.lru_cache(maxsize=None)(self._predict)  # most steps have the same batches
         try:
             predicted = [predict(batches) for _, batches in steps]
         except HeteroError as error:
@@ -101,18 +105,19 @@ class PredictionCheck:
         return Comparison(len(steps), median(predicted), median(seconds for seconds, _ in steps))
 
     def _predict(self, batches: MicroBatches) -> float:
-        """Seconds of a step of these micro-batches on the slowest replica.
+        """Predict the seconds of a step of these micro-batches on the slowest replica.
 
-        Each counts as its share of a step of micro-batches like itself. Other replicas are assumed to have batches like
-        this rank's.
+        A micro-batch costs its share of a step of micro-batches like itself: of a step with two of 4,096 tokens and
+        two of 1,024, half of a step with four of 4,096 and half of a step with four of 1,024. Other replicas are
+        assumed to have batches like this rank's.
         """
-        count, own = len(batches), self.forecasts[0]
-        return max(
-            sum(
-                forecast.iteration_s(schedule if forecast is own else forecast.schedule, length, sequences, count)
-                * times
-                / count
-                for (schedule, length, sequences), times in Counter(batches).items()
-            )
-            for forecast in self.forecasts
-        )
+        num_batches = len(batches)
+        replica_of_rank = self.forecasts[0]
+        step_s = []  # by replica
+        for forecast in self.forecasts:
+            seconds = 0.0
+            for (batch_schedule, length, sequences), times in Counter(batches).items():
+                schedule = batch_schedule if forecast is replica_of_rank else forecast.schedule
+                seconds += forecast.iteration_s(schedule, length, sequences, num_batches) * times / num_batches
+            step_s.append(seconds)
+        return max(step_s)

@@ -1,9 +1,9 @@
-"""Times of one rank: where its steps go, and what a unit of its work costs.
+"""Times of one rank: the parts of its steps, and the cost of a unit of its work.
 
     replicas     attention, model, all_to_all, ring_wait, idle      `SHARES`
     pipelines    forward, backward, hop, bubble, sync               `PHASES`, see `ds_hetero.job.pipeline_times`
 
-What they leave is the rest.
+The remainder of a step is called ``"rest"``: the optimizer, the loader, the host.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.runtime.step_clock import StepTimes
 
 SHARES = ("attention", "model", "all_to_all", "ring_wait", "idle")
-"""Of a step of replicas; what they leave is ``"rest"``."""
+"""Measured parts of a step of replicas."""
 PHASES = ("forward", "backward", "hop", "bubble", "sync")
-"""Of a step of pipelines, see `ds_hetero.job.pipeline_times`; what they leave is ``"rest"``."""
-RECENT_STEPS = 10  # that minima, medians and maxima are of
-# 4 operations forward and 8 backward per pair and element of a head count as useful (PaLM, arXiv:2204.02311,
-# appendix B), of the 10 that a backward computes without the scores.
+"""Measured parts of a step of pipelines."""
+RECENT_STEPS = 10  # steps over which minima, medians and maxima are taken; chosen, never measured
+# Useful FLOPs are 4 forward and 8 backward per query-key pair and element of a head (PaLM, arXiv:2204.02311,
+# appendix B). `StepTimes.attention_backward_flops` counts 10 backward, as kernels compute the scores again; so useful
+# FLOPs of both passes are 12 / 10 of the counted ones.
 _USEFUL_PER_BACKWARD = 12 / 10
-_MATMUL_FLOPS = 6  # forward and backward, per parameter and token
+_MATMUL_FLOPS = 6  # forward and backward, per parameter and token (PaLM, appendix B)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimes:
-    """Sums over ``steps`` steps of one rank, see `StepTimes`, and what a unit of its work costs it."""
+    """Sums over ``steps`` steps of one rank, see `StepTimes`, and its cost of a unit of work."""
 
     steps: float
     step_s: float
@@ -52,14 +53,14 @@ class RankTimes:
     model_s_per_token: float  # likewise
     error: float  # see `Observation`
     growth: float  # see `Observation`
-    peak_flops_per_s: float  # of the device, 0 where it is not known
-    own_min_s: float  # shortest computing time of the latest steps, at most `RECENT_STEPS`
-    own_median_s: float
-    own_max_s: float
-    forward_s: float = 0.0  # of passes of pipelines, likewise those that follow
-    backward_s: float = 0.0  # likewise
-    hop_s: float = 0.0  # packing and sending, and waiting for what the neighbour had computed already
-    bubble_s: float = 0.0  # waiting for a neighbour that still computed, and for the slowest rank at the passes' end
+    peak_flops_per_s: float  # of the device; 0 if unknown
+    own_min_s: float  # shortest computing time of the latest `RECENT_STEPS` steps
+    own_median_s: float  # median of the same
+    own_max_s: float  # longest of the same
+    forward_s: float = 0.0  # this field and the next ones are times of passes, of pipelines alone
+    backward_s: float = 0.0
+    hop_s: float = 0.0  # packing and sending, and waiting while a message is on the wire
+    bubble_s: float = 0.0  # waiting for a neighbour that still computes, and for the slowest rank after the passes
 
     @classmethod
     def of(
@@ -73,14 +74,16 @@ class RankTimes:
         """Sum up steps of this rank.
 
         Args:
-            unit_costs: which have been given the same steps.
-            growth: by what factor the work on the rank may grow before its memory is full.
-            peak_flops_per_s: of the device, 0 where it is not known.
+            unit_costs: unit costs of the same steps.
+            growth: factor by which the work on the rank may grow before its memory is full.
+            peak_flops_per_s: of the device; 0 if unknown.
             recent_s: computing time of the latest steps, see `own_s`.
         """
-        (per_flop, flop_error), (per_token, token_error) = unit_costs.attention.take(), unit_costs.model.take()
+        per_flop, flop_error = unit_costs.attention.take()
+        per_token, token_error = unit_costs.model.take()
         summed = sums_of(steps)
         own_s = summed["attention_s"] + summed["model_s"]
+        # The two errors are independent: they add up as the sides of a right angle.
         error_s = hypot(flop_error * summed["attention_s"], token_error * summed["model_s"])
         return cls(
             **summed,
@@ -97,29 +100,34 @@ class RankTimes:
         )
 
     def __add__(self, later: RankTimes) -> RankTimes:
+        """Add up the sums; every other field, such as a cost, is the later one's."""
         sums = {name: getattr(self, name) + getattr(later, name) for name in ("steps", *_SUMMED, *_OF_PASSES)}
-        latest = {f.name: getattr(later, f.name) for f in fields(later) if f.name not in sums}
+        latest = {field.name: getattr(later, field.name) for field in fields(later) if field.name not in sums}
         return RankTimes(**sums, **latest)
 
     def shares(self, names: Sequence[str]) -> dict[str, float]:
-        """Shares of the steps' time by `SHARES` or `PHASES`, and the ``"rest"``; they add up to 1."""
+        """Return the share of the steps' time of each part, `SHARES` or `PHASES`, and the ``"rest"``; the sum is 1."""
         shares = {name: getattr(self, f"{name}_s") / self.step_s for name in names}
         return {**shares, "rest": 1 - sum(shares.values())}
 
     @property
     def own_s(self) -> float:
-        """Seconds that the rank computes in a step, as far as they grow with its share."""
+        """Seconds of a step that the rank computes for its share of the work: attention and the rest of the layers."""
         return (self.attention_s + self.model_s) / self.steps
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of this rank."""
+        """Tokens per second of this rank."""
         return self.tokens / self.step_s
 
     def model_flops_utilization(self, model: ModelSpec | None, peak_flops_per_s: float) -> float | None:
-        """Useful operations of this rank per second, over the peak of its device; None where either is not known.
+        """Return the rank's MFU: useful FLOPs per second over the peak of its device; None if either is unknown.
 
-        Useful are those of the model with causality counted, each once, however often they are computed.
+        Useful FLOPs are those of the model under its causal mask, each counted once, although checkpointing and
+        kernels compute some of them again.
+
+        Args:
+            peak_flops_per_s: from the cluster file; 0 for the catalogue's figure of the device.
         """
         peak = peak_flops_per_s or self.peak_flops_per_s
         if model is None or not peak:
@@ -145,12 +153,12 @@ _OF_PASSES = ("forward_s", "backward_s", "hop_s", "bubble_s")
 
 
 def sums_of(steps: Sequence[StepTimes]) -> dict[str, float]:
-    """Sums over steps of one rank, by the fields of `RankTimes`."""
+    """Return the sums over steps of one rank, by the fields of `RankTimes`."""
     return {name: float(sum(getattr(step, name) for step in steps)) for name in _SUMMED}
 
 
 def peak_flops_per_s(device: torch.device) -> float:
-    """The catalogue's for this device, 0 where it has none."""
+    """Return the peak FLOP/s of this device in the catalogue; 0 if the catalogue lacks it."""
     if device.type != "cuda":
         return 0.0
     properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,7 @@
-"""Changes the plan of a running job when another one is predicted to be faster; rank 0 decides for all ranks."""
+"""Re-planning of a running job: its plan changes when another one is predicted to be faster.
+
+Rank 0 searches at the measured speeds and decides; all ranks apply its decision between two steps.
+"""
 
 from __future__ import annotations
 
@@ -29,37 +32,37 @@ class PlanChange(Protocol):
 
     @property
     def step(self) -> int:
-        """Optimizer steps that this process has done before it."""
+        """Optimizer steps that this process had done before the change."""
 
     def applied_to(self, plan: Plan) -> Plan:
-        """The changed plan."""
+        """Return the changed plan."""
 
     def to_dict(self) -> JsonDict:
-        """For ``run.json``."""
+        """Return the entry of ``run.json``."""
 
 
 class PlanSearch(Protocol):
     """Search for a faster plan at the measured speeds; on rank 0."""
 
     def propose(self, step: int, plan: Plan, seen: JobTimes) -> Sequence[PlanChange]:
-        """Changes that the times since the last observation call for; none where they gain too little."""
+        """Return the best changes at the times since the last observation; none if they gain too little."""
 
     def predicted_gain(self, plan: Plan, seen: JobTimes) -> float | None:
-        """Return the share of a step that another plan would save; None where nothing can be said."""
+        """Return the share of a step that another plan would save; None if it cannot be predicted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleChange:
-    """One change of schedule in a running job."""
+    """A change of one replica's schedule in a running job."""
 
-    step: int  # optimizer steps of this process before it
-    replica: int  # its index
-    schedule: Schedule
-    gain: float  # share of a step's time that it was predicted to save
+    step: int  # optimizer steps that this process had done before the change
+    replica: int  # index of the replica
+    schedule: Schedule  # from now on
+    gain: float  # share of a step's time that the change is predicted to save
     event: ClassVar[str] = "the schedule changed"
 
     def applied_to(self, plan: Plan) -> Plan:
-        """The plan with this schedule."""
+        """Return the plan with this schedule."""
         schedules = list(plan.schedules)
         schedules[self.replica] = self.schedule
         return plan.with_schedules(schedules)
@@ -71,17 +74,17 @@ class ScheduleChange:
         )
 
     def to_dict(self) -> JsonDict:
-        """For ``run.json``."""
+        """Return the entry of ``run.json``."""
         return {"step": self.step, "replica": self.replica, "schedule": self.schedule.to_dict(), "gain": self.gain}
 
 
 def has_schedules_to_change(plan: Plan) -> bool:
-    """Whether a replica has ranks between which work can move."""
+    """Return whether some replica has several ranks, so that work can move between them."""
     return any(schedule.sp_size > 1 for schedule in plan.schedules)
 
 
 class ScheduleSearch:
-    """Looks for other schedules of replicas; on rank 0, which has the forecasts."""
+    """Proposes other schedules of replicas; on rank 0, which has the forecasts."""
 
     def __init__(self, start: JobStart) -> None:
         self._replanner = Replanner(
@@ -104,21 +107,21 @@ class ScheduleSearch:
     def predicted_gain(self, plan: Plan, seen: JobTimes) -> float | None:
         """See `PlanSearch`.
 
-        Where every replica is one rank there is no schedule to change; there it is what replicas would save that take
-        samples in proportion to their speeds.
+        If every replica is one rank, no schedule can change; the gain is then that of replicas whose numbers of samples
+        are proportional to their speeds.
         """
         if has_schedules_to_change(plan):
             try:
                 gains = self._replanner.gains(plan.schedules, _observations(plan, seen))
-            except Exception:  # training goes on
-                logger.exception("what re-planning would save is not known")
+            except Exception:  # a failed prediction must not end a training
+                logger.exception("the gain of re-planning cannot be predicted")
                 return None
             return max((gain for gain in gains if gain is not None), default=None)
-        own_s = [rank.own_median_s for rank in seen.ranks]
-        if not all(own_s):
+        compute_s = [rank.own_median_s for rank in seen.ranks]
+        if not all(compute_s):
             return None
-        balanced_s = len(own_s) / sum(1 / seconds for seconds in own_s)
-        return (max(own_s) - balanced_s) / seen.step_s
+        balanced_s = len(compute_s) / sum(1 / seconds for seconds in compute_s)  # harmonic mean: all end together
+        return (max(compute_s) - balanced_s) / seen.step_s
 
 
 def _observations(plan: Plan, seen: JobTimes) -> list[Observation]:
@@ -130,8 +133,9 @@ class Replanning:
 
     Args:
         change_plan: called on every rank with the new plan.
-        fits: called on every rank before that: whether all have memory for it, which the search learns; None where it
-            proposes nothing else.
+        fits: called on every rank before ``change_plan``: returns whether every rank has the memory for the plan, the
+            same on all, and tells the search, which then proposes another; None if the search proposes only plans that
+            fit.
 
     Attributes:
         changes: oldest first; the same on every rank.
@@ -147,17 +151,17 @@ class Replanning:
         self.plan, self.changes = plan, list[PlanChange]()
         self._world = World.current()
         self._change_plan, self._fits = change_plan, fits
-        self._s_per_token_before: float | None = None  # of the latest change, until it has been judged
+        self._s_per_token_before: float | None = None  # before the latest change, until its effect is announced
         self._search = search if self._world.rank == 0 else None
 
     def observe(self, step: int, seen: JobTimes) -> bool:
-        """Change the plan if these times call for it; return whether it has changed.
+        """Change the plan if a faster one is found at these times; return whether it has changed.
 
         Caller: every rank of the world.
         Collectives: one `on_all_ranks`, and one more for every proposal that did not fit.
         """
-        self._judge_latest_change(step, seen)
-        while True:
+        self._announce_effect(step, seen)
+        while True:  # ends: every proposal that does not fit makes the search narrower, see `BatchSearch.learn`
             changes = self._world.on_all_ranks(lambda: self._propose(step, seen))[0]
             if not changes:
                 return False
@@ -175,10 +179,10 @@ class Replanning:
         return True
 
     def resume(self, content: JsonObject) -> bool:
-        """Go on with a changed plan of an earlier run, if it is one for this job; return whether it has changed.
+        """Go on with a checkpoint's changed plan, if it suits this job; return whether the plan has changed.
 
         Args:
-            content: as in a file of version 2; the same on every rank.
+            content: of a plan file of version 2; the same on every rank.
 
         Caller: every rank of the world, between two steps.
         """
@@ -190,8 +194,9 @@ class Replanning:
             return False
         if plan.fingerprint == self.plan.fingerprint:
             return False
-        came_to = str(plan.batch_split) if plan.batch_split != self.plan.batch_split else plan.schedules[0].to_json()
-        self._announce(f"goes on with the plan that re-planning had come to: {came_to}")
+        changes_batches = plan.batch_split != self.plan.batch_split
+        plan_text = str(plan.batch_split) if changes_batches else plan.schedules[0].to_json()
+        self._announce(f"goes on with the plan that re-planning had come to: {plan_text}")
         self.plan = plan
         self._change_plan(plan)
         return True
@@ -201,7 +206,7 @@ class Replanning:
             announce(f"the checkpoint is of a job that changed its plan; {text}")
 
     def _propose(self, step: int, seen: JobTimes) -> Sequence[PlanChange]:
-        """The changes that rank 0 proposes; none on other ranks."""
+        """Return the changes that rank 0 proposes; none on other ranks."""
         if self._search is None:
             return []
         try:
@@ -211,28 +216,36 @@ class Replanning:
             self._search = None
             return []
 
-    def _judge_latest_change(self, step: int, seen: JobTimes) -> None:
-        before, self._s_per_token_before = self._s_per_token_before, None
-        if before is not None and self._world.rank == 0:
-            part = _s_per_token(seen) / before
+    def _announce_effect(self, step: int, seen: JobTimes) -> None:
+        """Announce the measured effect of the latest change, once, at the first observation after it."""
+        before_s = self._s_per_token_before
+        self._s_per_token_before = None
+        if before_s is not None and self._world.rank == 0:
+            ratio = _s_per_token(seen) / before_s
             unit = "token" if any(rank.tokens for rank in seen.ranks) else "step"
-            announce(f"step {step}: since {self.changes[-1].event}, a {unit} takes {part:.1%} of the time it took")
+            announce(f"step {step}: since {self.changes[-1].event}, a {unit} takes {ratio:.1%} of the time it took")
 
 
 def _expect_same_job(saved: Plan, plan: Plan) -> None:
-    """Refuse a plan that is not for the ranks, batches and model of ``plan``. Raises `PlanError`: what differs."""
-    ranks, saved_ranks = ([pipeline.ranks for pipeline in of.pipelines] for of in (plan, saved))
+    """Refuse a plan that is not for the ranks, batches and model of ``plan``. Raises `PlanError`: the difference."""
+    ranks = [pipeline.ranks for pipeline in plan.pipelines]
+    saved_ranks = [pipeline.ranks for pipeline in saved.pipelines]
     if not saved.is_replicas or ranks != saved_ranks:
         raise PlanError(f"it is for other replicas, of the ranks {shortened(saved_ranks)}.")
-    if _shape(saved) != _shape(plan):
+    if _fixed_batches(saved) != _fixed_batches(plan):
         raise PlanError(f"its replicas take other batches, {saved.batch_split}.")
-    heads, saved_heads = ((s.num_heads, s.num_kv_heads) for s in (plan.schedules[0], saved.schedules[0]))
+    schedule, saved_schedule = plan.schedules[0], saved.schedules[0]
+    heads = schedule.num_heads, schedule.num_kv_heads
+    saved_heads = saved_schedule.num_heads, saved_schedule.num_kv_heads
     if heads != saved_heads:
         raise PlanError(f"its model has num_heads={saved_heads[0]}, num_kv_heads={saved_heads[1]}.")
 
 
-def _shape(plan: Plan) -> object:
-    """Part of the batches that stays: all of replicas that share sequences, the sum of those of one rank."""
+def _fixed_batches(plan: Plan) -> object:
+    """The part of the batches that re-planning does not change, to be compared.
+
+    For replicas that share sequences, this is the whole split; for replicas of one rank each, its sum.
+    """
     split = plan.batch_split
     if split is None or has_schedules_to_change(plan):
         return split
@@ -240,4 +253,7 @@ def _shape(plan: Plan) -> object:
 
 
 def _s_per_token(seen: JobTimes) -> float:
-    return max(rank.step_s for rank in seen.ranks) / (sum(rank.tokens for rank in seen.ranks) or seen.ranks[0].steps)
+    """Seconds of the slowest rank per token of the job; per step if tokens are not counted."""
+    seconds = max(rank.step_s for rank in seen.ranks)
+    tokens = sum(rank.tokens for rank in seen.ranks)
+    return seconds / (tokens or seen.ranks[0].steps)

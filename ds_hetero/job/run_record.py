@@ -1,7 +1,7 @@
-"""Record that rank 0 keeps of a running job for ``run.json``, and when it writes it.
+"""Record of a running job on rank 0, which it writes as ``run.json``.
 
-The file is written at the job's end, however it ends, and meanwhile whenever writing it takes less than a thousandth of
-the time since the last write, so that a job that is killed leaves what it had measured.
+The file is written at the end of the job, however it ends. It is also written while the job runs, so that a killed job
+leaves its measurements: whenever a write takes less than a thousandth of the time since the last one.
 """
 
 from __future__ import annotations
@@ -36,36 +36,42 @@ from ds_hetero.runtime.step_clock import NamedRange
 
 logger = logging.getLogger(__name__)
 
-WRITING_SHARE = 1e-3  # of the time, at most
-KEPT_OBSERVATIONS = 2_000  # of those of longer jobs, every second one is dropped
+WRITING_SHARE = 1e-3  # of the job's time, at most, goes into writing the file; chosen, never measured
+KEPT_OBSERVATIONS = 2_000  # when a job has more, every second one is dropped; chosen, never measured
 _PACKAGES = ("ds-hetero", "torch", "deepspeed", "transformers", "accelerate")
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Measurements that one rank sends now and then."""
+    """Device, memory and latest trace of one rank, sent to rank 0 at some observations."""
 
-    device: str
+    device: str  # its name
     memory_bytes: int  # most memory in use so far: of the device, on CPUs of the process
     trace: tuple[TracedRange, ...]  # ranges of its latest step
 
     @classmethod
     def take(cls, device: torch.device, ranges: Sequence[NamedRange]) -> Snapshot:
-        """Of this rank; ``ranges`` of its latest step are left out where they are too many for a trace."""
+        """Take a snapshot of this rank.
+
+        Args:
+            ranges: of the rank's latest step; more than `MAX_TRACED` of them are left out.
+        """
         if device.type == "cuda":
-            name, memory_bytes = torch.cuda.get_device_name(device), torch.cuda.max_memory_allocated(device)
+            name = torch.cuda.get_device_name(device)
+            memory_bytes = torch.cuda.max_memory_allocated(device)
         else:
-            name, memory_bytes = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        kept = ranges if len(ranges) <= MAX_TRACED else ()
-        return cls(name, memory_bytes, tuple((each.name, each.start_s, each.stop_s) for each in kept))
+            name = "CPU"
+            memory_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        traced = ranges if len(ranges) <= MAX_TRACED else ()
+        return cls(name, memory_bytes, tuple((span.name, span.start_s, span.stop_s) for span in traced))
 
     def to_bytes(self) -> bytes:
-        """For the other ranks."""
+        """Encode the snapshot for the exchange between ranks."""
         return json.dumps([self.device, self.memory_bytes, self.trace]).encode()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Snapshot:
-        """Of another rank."""
+        """Decode the snapshot of a rank."""
         device, memory_bytes, trace = json.loads(content)
         return cls(device, memory_bytes, tuple((name, start_s, stop_s) for name, start_s, stop_s in trace))
 
@@ -78,6 +84,7 @@ class RunRecord:
         self.events: Sequence[JsonObject] = ()
         self._scenario = _scenario_of(start)
         self._versions = _versions()
+        # An interactive session keeps the last error here: an error from before the job does not end it.
         self._error_before = getattr(sys, "last_value", None)
         self._totals: list[RankTimes] = []
         self._observations: list[Mapping[str, float]] = []
@@ -86,7 +93,7 @@ class RunRecord:
         self._written_s, self._writing_s = time.monotonic(), 0.0
 
     def add(self, step: int, seen: JobTimes, totals: Sequence[RankTimes]) -> None:
-        """Keep an observation and the totals since the first one; write the file if that is cheap."""
+        """Add an observation, and replace the totals over all observations; write the file if that is cheap."""
         self._totals = list(totals)
         self._observations.append(
             {
@@ -103,11 +110,15 @@ class RunRecord:
             self._write("running")
 
     def add_snapshots(self, step: int, snapshots: Sequence[Snapshot]) -> None:
-        """Keep what all ranks say of themselves after ``step`` optimizer steps."""
+        """Replace the snapshots of all ranks by those after ``step`` optimizer steps."""
         self._traced_step, self._snapshots = step, list(snapshots)
 
     def end(self, reason: str | None = None) -> None:
-        """Write the file for the last time; left out, the ``reason`` is the error that ends this process, if any."""
+        """Write the file for the last time.
+
+        Args:
+            reason: why the job ends; left out, the error that ends this process, if any.
+        """
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if reason is None and error is not None and error is not self._error_before:
             reason = f"{type(error).__name__}: {error}"
@@ -122,7 +133,7 @@ class RunRecord:
         began_s = time.monotonic()
         try:
             write_run(self._run(ended), self._path)
-        except OSError as error:  # a full disk is no reason to end a training
+        except OSError as error:  # a full disk must not end a training
             logger.error("%s cannot be written: %s", self._path, error)
             return False
         finally:
@@ -149,42 +160,46 @@ class RunRecord:
 
 
 def _measured(times: RankTimes, snapshot: Snapshot) -> MeasuredRank:
-    exchanges = ("all_to_all_s", "ring_wait_s", "idle_s", "hop_s", "bubble_s", "sync_s")
-    per_step = ("step_s", "attention_s", "model_s", *exchanges, "tokens")
-    own = ("own_min_s", "own_median_s", "own_max_s")
+    """The file's row of one rank, whose names are those of `RankTimes`."""
+    summed = ("step_s", "attention_s", "model_s", "tokens")
+    summed_waits = ("all_to_all_s", "ring_wait_s", "idle_s", "hop_s", "bubble_s", "sync_s")
+    of_latest_steps = ("own_min_s", "own_median_s", "own_max_s")
     return MeasuredRank(
         device=snapshot.device,
         memory_bytes=snapshot.memory_bytes,
-        **{name: getattr(times, name) / times.steps for name in per_step},
-        **{name: getattr(times, name) for name in own},
+        **{name: getattr(times, name) / times.steps for name in (*summed, *summed_waits)},
+        **{name: getattr(times, name) for name in of_latest_steps},
     )
 
 
 def _predicted_s(start: JobStart) -> float | None:
-    """Predicted time of a step at the start."""
+    """Seconds of a step that were predicted at the start; None without a prediction."""
     if start.is_of_pipelines:
         return planned_step_s(start.plan)
     return max((forecast.prediction.iteration_s for forecast in start.forecasts), default=None)
 
 
 def _scenario_of(start: JobStart) -> PlanScenario | None:
-    """Scenario of the plan's prediction; None where there is no prediction."""
+    """Return the scenario of the plan's prediction; None without a prediction."""
     if start.is_of_pipelines:
         return _scenario_of_pipelines(start)
     if not start.forecasts:
         return None
     costs = [forecast.cost for forecast in start.forecasts]
-    whole = costs[0].workload.zero_cluster
+    world_cluster = costs[0].workload.zero_cluster  # all replicas together, if ZeRO shards over them
     return PlanScenario(
         cost_model=costs[0].name,
         model=costs[0].model,
         workload=costs[0].workload,
-        clusters=tuple(cost.cluster for cost in costs) if whole is None else (whole,),
+        clusters=tuple(cost.cluster for cost in costs) if world_cluster is None else (world_cluster,),
     )
 
 
 def _scenario_of_pipelines(start: JobStart) -> PlanScenario | None:
-    """Likewise; of a plan from a file as far as the section describes the devices."""
+    """Return the scenario of a plan of pipelines; None if the section does not describe model and devices.
+
+    The devices are those of the search, or, for a plan from a file, those of the section's cluster file.
+    """
     facts, plan = start.facts, start.plan
     try:
         if start.searched is not None:
@@ -201,7 +216,7 @@ def _scenario_of_pipelines(start: JobStart) -> PlanScenario | None:
             checkpointing=plan.activation_checkpointing,
         )
     except HeteroError as error:
-        logger.debug("run.json does not say what its plan was made for: %s", error)
+        logger.debug("run.json has no scenario of its plan: %s", error)
         return None
     if not is_known:
         return None

@@ -4,9 +4,9 @@
     facts = agree_on_facts(world, read)                        # every rank reads, all compare
     start = start_job(world, facts, clusters, plan=request.plan)  # of replicas or pipelines, the same on every rank
 
-A rank that finds a fault lets all others know before anybody acts, so that every rank stops with the same message.
-What its device can do is compared as well. Only rank 0 reads the schedule and cluster files, searches and predicts.
-Nothing here knows a framework or keeps state of its own: a job that goes on with other ranks is started again, with
+A rank that finds a fault sends it to all others before any rank acts, so that every rank stops with the same message.
+The capabilities of the devices are compared as well. Only rank 0 reads schedule and cluster files, searches and
+predicts. Nothing here knows a framework or keeps state: a job that goes on with other ranks is started again, with
 another `World`.
 """
 
@@ -61,9 +61,9 @@ from ds_hetero.values.section import SECTION, HeterogeneitySection, KernelName, 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_MISSING = "missing"
-_USUAL_HEAD_DIM = 128  # of a model that does not say
-_SHOWN = 8  # groups of a schedule, and replicas of a job, that are named
+_MISSING = "missing"  # stands for a key that some ranks lack
+_USUAL_HEAD_DIM = 128  # of a model whose configuration does not say; that of Llama and Qwen
+_SHOWN = 8  # groups of a schedule, and replicas of a job, that a line lists; chosen, never measured
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class World:
 
 
 class MeasuredClusters:
-    """The live ranks as clusters, measured once for all models that compute attention alike."""
+    """Clusters of the live ranks, each measured once for all models with the same kernel, data type and heads."""
 
     def __init__(self) -> None:
         self._clusters: dict[tuple[int, str, str, int | None, float | None], Cluster] = {}
@@ -94,16 +94,17 @@ class MeasuredClusters:
         """Return the cluster of the live ranks, measured as the job will train.
 
         Args:
-            facts: of the job, of which kernel, data type, head size and soft cap count.
+            facts: of the job; kernel, data type, head size and soft cap are used.
 
         Caller: every rank of the world.
         Collectives: the first time, those of `ds_hetero.profiler.cache.measure_cached`.
         """
-        wish, trained = facts.section.attention, (facts.model.head_dim, facts.model.softcap)
-        key = world.size, dtype_of(facts), str(wish), *trained  # the same on every rank
+        request = facts.section.attention
+        head_dim, softcap = facts.model.head_dim, facts.model.softcap
+        key = world.size, dtype_of(facts), str(request), head_dim, softcap  # the same on every rank
         if key not in self._clusters:
-            requested = requested_kernel(wish, world.rank)
-            content, is_new = profile_cached(getattr(torch, dtype_of(facts)), requested, *trained)
+            kernel = requested_kernel(request, world.rank)
+            content, is_new = profile_cached(getattr(torch, dtype_of(facts)), kernel, head_dim, softcap)
             self._clusters[key] = load_cluster(content)
             if world.rank == 0:
                 announce(f"{world.size} ranks, {describe_age(content, is_new)}")
@@ -116,16 +117,16 @@ def agree_on_facts(
     """Read the facts of the job on every rank and compare them.
 
     Args:
-        read: returns this rank's facts; what it raises on any rank is raised on all.
+        read: returns this rank's facts; an error that it raises on any rank is raised on all.
         has_kernel: whether an attention kernel of ours will run, which must work on every rank.
-        in_pipelines: whether the model is cut into stages of pipelines.
+        in_pipelines: whether the model is divided into stages of pipelines.
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`.
 
     Raises:
         HeteroError: the same one on every rank.
-        PeerError: another rank failed in a way that is no rule of ds_hetero's.
+        PeerError: another rank failed with an error that is not a `HeteroError`.
     """
 
     def examine() -> tuple[JobFacts, str | None, str, str]:
@@ -139,23 +140,23 @@ def agree_on_facts(
         return facts, without_bf16, device_name(), own_capabilities(facts, world.rank) if world.size > 1 else ""
 
     examined = world.on_all_ranks(examine)
-    of_ranks, without_bf16, devices, capabilities = zip(*examined, strict=True)
-    _expect_equal([_view(facts) for facts in of_ranks])
-    expect_native_bf16(of_ranks[0], without_bf16, in_pipelines=in_pipelines)
+    facts_by_rank, without_bf16, devices, capabilities = zip(*examined, strict=True)
+    _expect_equal([_compared_facts(facts) for facts in facts_by_rank])
+    expect_native_bf16(facts_by_rank[0], without_bf16, in_pipelines=in_pipelines)
     if has_kernel:
-        expect_known_devices(of_ranks[0].section.attention, devices)
+        expect_known_devices(facts_by_rank[0].section.attention, devices)
     for line in capability_lines(capabilities) if world.rank == 0 else ():
         announce(line)
-    facts: JobFacts = of_ranks[world.rank]
+    facts: JobFacts = facts_by_rank[world.rank]
     return facts
 
 
 def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> None:
-    """Refuse what this rank alone sees to be impossible, before anything is measured.
+    """Refuse facts that this rank can tell to be impossible by itself, before anything is measured.
 
     Raises:
-        ConfigError: see `expect_kernel`; or the world cannot be divided into replicas of the given size.
-        ModelError: a schedule is to be searched for, and no cost model describes the model.
+        ConfigError: see `expect_kernel`; or the world cannot be divided into replicas of the requested size.
+        ModelError: the planner is to search for a schedule, and no cost model describes the model.
     """
     if needs_planner(facts.section) and sp_size_of(facts.sp_sizes) != 1:
         facts.model.expect_spec()
@@ -165,25 +166,34 @@ def check_facts(facts: JobFacts, world_size: int, rank: int = 0) -> None:
 
 
 def expect_kernel(facts: JobFacts, rank: int = 0) -> None:
-    """Refuse a kernel that does not work on this rank's device, or that no kernel knows. Raises `ConfigError`."""
+    """Refuse a requested kernel that is unknown, or does not work on this rank's device. Raises `ConfigError`."""
     if requested_kernel(facts.section.attention, rank) is not None:
         _kernel_of(facts, rank)
 
 
 def _kernel_of(facts: JobFacts, rank: int) -> AttentionKernel:
-    dtype, head_dim = getattr(torch, dtype_of(facts)), facts.model.head_dim or _USUAL_HEAD_DIM
-    requested = requested_kernel(facts.section.attention, rank)
-    return select(torch.device(default_device().type), dtype, head_dim, facts.model.softcap, requested)
+    """Return the kernel that this rank will run. Raises `ConfigError`: none works here."""
+    device = torch.device(default_device().type)
+    dtype = getattr(torch, dtype_of(facts))
+    head_dim = facts.model.head_dim or _USUAL_HEAD_DIM
+    return select(device, dtype, head_dim, facts.model.softcap, requested_kernel(facts.section.attention, rank))
 
 
 def device_name() -> str:
-    """Of this rank's device, as its maker calls it; ``"CPU"`` of a CPU."""
+    """Return the maker's name of this rank's device; ``"CPU"`` for a CPU."""
     device = default_device()
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def requested_kernel(wish: KernelWish, rank: int) -> KernelName | None:
-    """The section's kernel for this rank; None for the best here. Raises `ConfigError`: no entry, or several."""
+    """Return the kernel that the section requests for this rank; None lets the rank choose its best.
+
+    Args:
+        wish: one kernel for all ranks, a list by rank, or a mapping from parts of device names.
+
+    Raises:
+        ConfigError: the list has no entry for this rank, or several keys of the mapping fit its device.
+    """
     if isinstance(wish, list):
         if rank >= len(wish):
             raise ConfigError(
@@ -203,13 +213,13 @@ def requested_kernel(wish: KernelWish, rank: int) -> KernelName | None:
 
 
 def expect_known_devices(wish: KernelWish, names: Sequence[str]) -> None:
-    """Refuse entries that fit no rank, or too many. Raises `ConfigError`: names them."""
+    """Refuse a list of another length than the ranks, and keys that fit no device. Raises `ConfigError`: names them."""
     if isinstance(wish, list) and len(wish) != len(names):
         raise ConfigError(f'"{SECTION}.attention" has {len(wish)} entries; there are {len(names)} ranks.')
     for part in wish if isinstance(wish, dict) else ():
         if not any(_is_part_of(part, name) for name in names):
             raise ConfigError(
-                f'"{SECTION}.attention": "{part}" is no part of any device\'s name. They are '
+                f'"{SECTION}.attention": "{part}" is not part of any device\'s name. They are '
                 f"{', '.join(dict.fromkeys(names))}."
             )
 
@@ -219,7 +229,7 @@ def _is_part_of(part: str, name: str) -> bool:
 
 
 def own_capabilities(facts: JobFacts, rank: int) -> str:
-    """This rank's capabilities for the job, in one line for people. Raises `ConfigError`: no kernel works here."""
+    """Describe this rank's capabilities for the job in one line. Raises `ConfigError`: no kernel works here."""
     device = default_device()
     parts = [f"{device_name()} ({_architecture(device)})" if device.type == "cuda" else device_name()]
     if facts.model.is_split:
@@ -232,7 +242,7 @@ def own_capabilities(facts: JobFacts, rank: int) -> str:
 
 
 def capability_lines(by_rank: Sequence[str]) -> list[str]:
-    """A line for every kind of ranks, by their `own_capabilities`; none where all are alike."""
+    """Return a line for each set of ranks with the same `own_capabilities`; none if all ranks are alike."""
     kinds = ranks_by_value(enumerate(by_rank))
     return [f"{ranks_text(ranks)}: {text}" for text, ranks in kinds.items()] if len(kinds) > 1 else []
 
@@ -245,17 +255,15 @@ def _architecture(device: torch.device) -> str:
 
 
 def expect_same_sections(sections: Sequence[HeterogeneitySection | None]) -> None:
-    """Refuse sections, by rank, that differ. Raises `ConfigError`: names key, ranks and values."""
-    _expect_equal(
-        [
-            {} if section is None else dict(_leaves(section.model_dump(exclude_unset=True), SECTION))
-            for section in sections
-        ]
-    )
+    """Refuse sections that differ between ranks. Raises `ConfigError`: names key, ranks and values."""
+    keys_by_rank: list[JsonDict] = []
+    for section in sections:
+        keys_by_rank.append({} if section is None else dict(_leaves(section.model_dump(exclude_unset=True), SECTION)))
+    _expect_equal(keys_by_rank)
 
 
-def _view(facts: JobFacts) -> JsonDict:
-    """Facts that must not differ between ranks, beside the section."""
+def _compared_facts(facts: JobFacts) -> JsonDict:
+    """The facts, in addition to the section, that must be equal on all ranks."""
     return {
         "model": facts.model.name,
         "num_heads": facts.model.num_heads,
@@ -266,16 +274,23 @@ def _view(facts: JobFacts) -> JsonDict:
 
 
 def _expect_equal(views: Sequence[JsonObject]) -> None:
-    for name in dict.fromkeys(name for view in views for name in view):
+    """Refuse values, by rank and name, that differ between ranks. Raises `ConfigError`."""
+    names: dict[str, None] = {}  # of all ranks, in order of their first use
+    for view in views:
+        names.update(dict.fromkeys(view))
+    for name in names:
         values = [view.get(name, _MISSING) for view in views]
         if any(value != values[0] for value in values):
-            by_rank = ranks_by_value((rank, shortened(value)) for rank, value in enumerate(values)).items()
-            listed = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in by_rank)
+            ranks_of_value = ranks_by_value((rank, shortened(value)) for rank, value in enumerate(values))
+            listed = "; ".join(f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_of_value.items())
             raise ConfigError(f"the ranks must agree, but {name} is {listed}. Give every rank the same.")
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Path and value of everything in nested objects and lists of them, lists of plain values as one."""
+    """Yield path and value of every leaf of nested objects; a list of plain values is one leaf.
+
+    ``{"a": {"b": 1, "c": [2, 3]}}`` yields ``a.b``, 1 and ``a.c``, [2, 3].
+    """
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}")
@@ -295,21 +310,21 @@ def start_job(
     plan: Plan | None = None,
     read_no_inners: Callable[[], Mapping[str, str]] = dict,
 ) -> JobStart:
-    """Decide on the plan on rank 0, and hand it to all ranks.
+    """Decide on the plan on rank 0, and send it to all ranks.
 
     Args:
-        clusters: measured so far; used where the section says ``"cluster": "measure"``, and added to.
-        before: an earlier start with the same model. If the section has not changed, its plan stays, whatever has
-            become known of the training since: loaders may rely on it already.
-        plan: in the section's file, see `ds_hetero.job.start.Request`.
+        clusters: measurements so far; used if the section says ``"cluster": "measure"``, and added to.
+        before: an earlier start with the same model. If the section has not changed, its plan stays, even if more
+            facts of the training are known now: loaders may use that plan already.
+        plan: from the section's file, see `Request`.
         read_no_inners: returns why ranks cannot share the work of a stage, see `PipelineFacts`; called on rank 0.
 
     Caller: every rank of the world, once or twice per model.
-    Collectives: one `on_all_ranks`; before it, where the live ranks are to be measured, those of `MeasuredClusters.of`.
+    Collectives: one `on_all_ranks`; before it, if the live ranks are measured, those of `MeasuredClusters.of`.
 
     Raises:
         HeteroError: the same one on every rank.
-        PeerError: another rank failed in a way that is no rule of ds_hetero's.
+        PeerError: another rank failed with an error that is not a `HeteroError`.
     """
     model = facts.model
     if before is not None and before.section == facts.section:
@@ -340,9 +355,9 @@ def start_job(
 
 
 def announce_start(start: JobStart) -> None:
-    """Say that the engine is on, and what is predicted of the plan; for rank 0.
+    """Announce that the engine is on, with the plan and its prediction; on rank 0.
 
-    Pipelines that were searched for are kept as a file, whose path is announced: a later job may name it as its
+    Pipelines that were searched for are saved as a file, whose path is announced: a later job may name it as its
     schedule.
     """
     if start.is_of_pipelines:
@@ -372,39 +387,48 @@ def announce_start(start: JobStart) -> None:
 
 def plan_text(plan: Plan, section: HeterogeneitySection) -> str:
     """One line of a plan of replicas: ``4 ranks, schedule four_ranks.json: groups 2, heads 6+2 | 5+3, tokens ...``."""
-    source = section.strategy if isinstance(section.strategy, str) else "given inline"
-    source = Path(source).name if source.endswith(".json") else source
-    shapes: dict[Schedule, list[int]] = {}
-    for number, schedule in enumerate(plan.schedules):
-        shapes.setdefault(schedule.shifted(0), []).append(number)
-    count = f"{len(plan.pipelines)} replicas, " if len(plan.pipelines) > 1 else ""
-    ranks = f"{len(plan.ranks)} rank{'s' if len(plan.ranks) > 1 else ''}"
+    num_ranks = len(plan.ranks)
+    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
     if section.batch is not None and plan.batch_split is not None:
         sizes = [str(size) for size in plan.batch_split.micro_batch_sizes]
-        more = [f"{len(sizes) - _SHOWN} more"] if len(sizes) > _SHOWN else []
-        return f"{ranks}, whole samples by rank: {' | '.join([*sizes[:_SHOWN], *more])} in a micro-batch"
-    return f"{ranks}, {count}schedule {source}: {_shapes_text(shapes)}"
+        return f"{ranks}, whole samples by rank: {' | '.join(_first_few(sizes))} in a micro-batch"
+    source = section.strategy if isinstance(section.strategy, str) else "given inline"
+    if source.endswith(".json"):
+        source = Path(source).name
+    replicas_of_shape: dict[Schedule, list[int]] = {}
+    for number, schedule in enumerate(plan.schedules):
+        replicas_of_shape.setdefault(schedule.shifted(0), []).append(number)
+    count = f"{len(plan.pipelines)} replicas, " if len(plan.pipelines) > 1 else ""
+    return f"{ranks}, {count}schedule {source}: {_shapes_text(replicas_of_shape)}"
 
 
-def _shapes_text(shapes: dict[Schedule, list[int]]) -> str:
-    if len(shapes) == 1:
-        return _shape_text(next(iter(shapes)))
-    parts = [f"replica {', '.join(map(str, numbers))}: {_shape_text(shape)}" for shape, numbers in shapes.items()]
-    more = [f"{len(parts) - _SHOWN} more"] if len(parts) > _SHOWN else []
-    return "; ".join([*parts[:_SHOWN], *more])
+def _first_few(texts: Sequence[str]) -> list[str]:
+    """The first `_SHOWN` texts, and ``"3 more"`` for the others."""
+    num_more = len(texts) - _SHOWN
+    more = [f"{num_more} more"] if num_more > 0 else []
+    return [*texts[:_SHOWN], *more]
+
+
+def _shapes_text(replicas_of_shape: dict[Schedule, list[int]]) -> str:
+    """``replica 0, 1: groups ...; replica 2: groups ...``; without numbers if all replicas are alike."""
+    if len(replicas_of_shape) == 1:
+        return _shape_text(next(iter(replicas_of_shape)))
+    texts = []
+    for shape, numbers in replicas_of_shape.items():
+        texts.append(f"replica {', '.join(map(str, numbers))}: {_shape_text(shape)}")
+    return "; ".join(_first_few(texts))
 
 
 def _shape_text(schedule: Schedule) -> str:
     """``groups 2, heads 6+2 | 5+3, tokens 4:1 | 3:2``, in ring order."""
-    groups = schedule.ring_groups[:_SHOWN]
-    heads = ["+".join(map(str, group.heads)) for group in groups]
-    tokens = [":".join(f"{weight:.4g}" for weight in group.tokens) for group in groups]
-    more = [f"{len(schedule.groups) - _SHOWN} more"] if len(schedule.groups) > _SHOWN else []
-    return f"groups {len(schedule.groups)}, heads {' | '.join([*heads, *more])}, tokens {' | '.join([*tokens, *more])}"
+    heads = ["+".join(map(str, group.heads)) for group in schedule.ring_groups]
+    tokens = [":".join(f"{weight:.4g}" for weight in group.tokens) for group in schedule.ring_groups]
+    heads_text, tokens_text = " | ".join(_first_few(heads)), " | ".join(_first_few(tokens))
+    return f"groups {len(schedule.groups)}, heads {heads_text}, tokens {tokens_text}"
 
 
 def _keep_plan(plan: Plan) -> Path | None:
-    """Write a plan into the user's cache folder, completely or not at all; None where that cannot be done."""
+    """Write a plan into the user's cache folder, completely or not at all; None if that fails."""
     folder = cache_folder()
     if folder is None:
         return None
@@ -435,20 +459,20 @@ class ReplicaBatches:
 
 @dataclass(frozen=True)
 class Request:
-    """Request to a job."""
+    """The user's request to a job: the section, and the plan that it contains or names."""
 
-    section: HeterogeneitySection | None  # the "heterogeneity" section; None where there is none, or it is switched off
-    plan: Plan | None  # in the section's file or in it, or of its batches; None where one is to be searched
+    section: HeterogeneitySection | None  # None if the configuration has no section, or switches it off
+    plan: Plan | None  # from the section, its file or its batches; None if the planner is to search for one
 
     @property
     def is_of_pipelines(self) -> bool:
-        """Whether the model is cut into stages of pipelines, by the plan or by one that is searched for."""
+        """Whether the model is divided into stages of pipelines, by this plan or by the one that will be searched."""
         return self.section is not None and is_of_pipelines(self.plan, self.section)
 
     def batches_of(self, rank: int) -> ReplicaBatches | None:
-        """Return the batches of a rank where the replicas of the plan take different ones.
+        """Return the batches of a rank if the replicas of the plan take different ones; None otherwise.
 
-        They are needed before there is a model.
+        Loaders need them before a model exists.
         """
         if self.plan is None or self.plan.batch_split is None or self.is_of_pipelines:
             return None
@@ -461,11 +485,11 @@ class Request:
 def agree_on_request(
     world: World, read: Callable[[], HeterogeneitySection | None], training: TrainingFacts | None = None
 ) -> Request:
-    """Read the section on every rank and compare it; rank 0 reads the plan that it names.
+    """Read the section on every rank and compare it; rank 0 also reads the plan that the section names.
 
     Args:
-        read: returns the section; what it raises on any rank is raised on all.
-        training: of the configuration, which says the global batch.
+        read: returns the section; an error that it raises on any rank is raised on all.
+        training: from the configuration, with the global batch.
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`, or two.
@@ -497,5 +521,5 @@ def agree_on_request(
 
 
 def takes_batches(section: HeterogeneitySection) -> bool:
-    """Whether a section says batches of ranks that run the whole model."""
+    """Return whether a section divides batches between ranks that each run the whole model."""
     return section.batch is not None and section.parallel == "sequence"

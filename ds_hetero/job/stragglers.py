@@ -1,12 +1,14 @@
-"""Who is slow? A score per rank, and a message when a rank stays behind the others.
+"""Straggler detection: a score per rank, and a message when a rank stays behind the others.
 
-A rank's score is the computing time of a typical rank over its own, at most 1: a rank of score 0.7 computes for 1 / 0.7
-of the time that the others do, and they wait for it. Typical is the median of the ranks that have work, the faster one
-of two. Computing time is that of attention and of the rest of forward and backward, without any waiting; a rank's own
-is its median over the latest steps, see `ds_hetero.job.rank_times.RECENT_STEPS`.
+A rank's score is the computing time of a typical rank divided by its own, at most 1. A rank with score 0.7 computes
+1 / 0.7 = 1.43 times as long as the others, and they wait for it. The typical rank is the median of the ranks that have
+work, the faster one of the middle two. Computing time is that of attention and of the rest of forward and backward,
+without any waiting, as the median over the latest steps (`ds_hetero.job.rank_times.RECENT_STEPS`).
 
-A rank is a straggler when two observations in a row put it at least 10 % behind, or one 20 %. With 5 % of noise per
-step the medians of ten steps have 2 %, so that chance alone puts hardly a rank there once.
+    not named    score < 0.9 twice in a row, or < 0.8 once     -> named, with a message
+    named        score >= 0.9 twice in a row                   -> not named, with a message
+
+With 5 % of noise per step, medians of ten steps have a noise of 2 %, so that chance alone names hardly any rank.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ from ds_hetero.common.text import time_text
 from ds_hetero.job.job_times import JobTimes
 from ds_hetero.job.rank_times import RECENT_STEPS
 
-BEHIND = 0.9  # score below which a rank is behind
-FAR_BEHIND = 0.8  # below which one observation is enough
-OBSERVATIONS_IN_A_ROW = 2  # observations in a row before a rank is named, or said to have caught up
+BEHIND = 0.9  # score below which a rank is behind: five times the noise of a median
+FAR_BEHIND = 0.8  # score below which one observation is enough; chosen, never measured
+OBSERVATIONS_IN_A_ROW = 2  # before a rank is named, or is reported to have caught up
 
 
 class Remedy(NamedTuple):
-    """Change that would let the others wait less."""
+    """Change of the configuration that would let the other ranks wait less."""
 
-    subject: str  # of the sentence that says what it saves, with its verb
-    setting: str
+    subject: str  # subject and verb of the sentence that says what it saves
+    setting: str  # what to write
 
 
 OF_TOKENS = Remedy("Re-planning is", '"replan": {"enabled": true}')
@@ -39,53 +41,58 @@ OF_LAYERS = Remedy("Moving layers is", '"replan": {"enabled": true}')
 
 
 def scores(own_s: Sequence[float]) -> list[float]:
-    """Score of every rank; 1 for ranks without work. ``own_s``: seconds that each rank computes in a step."""
+    """Return the score of every rank; 1 for ranks without work.
+
+    Args:
+        own_s: seconds that each rank computes in a step.
+    """
     working = [seconds for seconds in own_s if seconds > 0]
     typical_s = median_low(working) if working else 0.0
     return [min(typical_s / seconds, 1.0) if seconds > 0 else 1.0 for seconds in own_s]
 
 
 class Stragglers:
-    """Follows the scores; on rank 0.
+    """Names stragglers by the scores of successive observations; on rank 0.
 
     Args:
-        gain: share of a step that the remedy is predicted to save by these times; None where nothing can be said. It
-            is called when a rank is named, since it may search.
-        remedy: what could be done; None where there is nothing.
+        gain: returns the share of a step that the remedy is predicted to save at these times; None if that cannot be
+            predicted. Called only when a rank is named, since it may run a search.
+        remedy: None if no setting would help.
     """
 
     def __init__(self, gain: Callable[[JobTimes], float | None], remedy: Remedy | None = OF_TOKENS) -> None:
         self._gain, self._remedy = gain, remedy
-        self._behind: dict[int, int] = {}  # observations in a row, by rank; negative: since it caught up
+        # By rank: observations in a row that speak for a change, of a rank not named or of a named one.
+        self._num_contrary: dict[int, int] = {}
         self.named: set[int] = set()
 
     def observe(self, step: int, seen: JobTimes) -> list[str]:
-        """Take an observation of all ranks into account; return what there is to say now."""
-        own_s = [rank.own_median_s for rank in seen.ranks]
+        """Take an observation of all ranks into account; return messages on ranks that are newly slow or no longer."""
+        compute_s = [rank.own_median_s for rank in seen.ranks]
         lines = []
-        for rank, score in enumerate(scores(own_s)):
+        for rank, score in enumerate(scores(compute_s)):
             is_behind = score < BEHIND
             if is_behind == (rank in self.named):
-                self._behind.pop(rank, None)
+                self._num_contrary.pop(rank, None)
                 continue
-            self._behind[rank] = self._behind.get(rank, 0) + 1
-            if self._behind[rank] < OBSERVATIONS_IN_A_ROW and score >= FAR_BEHIND:
+            self._num_contrary[rank] = self._num_contrary.get(rank, 0) + 1
+            if self._num_contrary[rank] < OBSERVATIONS_IN_A_ROW and score >= FAR_BEHIND:
                 continue
-            del self._behind[rank]
+            del self._num_contrary[rank]
             if is_behind:
                 self.named.add(rank)
                 lines.append(self._straggler_text(step, rank, score, seen))
             else:
                 self.named.remove(rank)
-                lines.append(f"step {step}: rank {rank} is no straggler any more, its score is {score:.2f}")
+                lines.append(f"step {step}: rank {rank} is no longer a straggler, its score is {score:.2f}")
         return lines
 
     def _straggler_text(self, step: int, rank: int, score: float, seen: JobTimes) -> str:
-        own = seen.ranks[rank]
+        times = seen.ranks[rank]
         text = (
-            f"step {step}: rank {rank} is a straggler: it computes for {time_text(own.own_median_s)} of a step "
-            f"(median of the last {RECENT_STEPS}, {time_text(own.own_min_s)} to {time_text(own.own_max_s)}), "
-            f"a typical rank for {time_text(score * own.own_median_s)}: score {score:.2f}"
+            f"step {step}: rank {rank} is a straggler: it computes for {time_text(times.own_median_s)} of a step "
+            f"(median of the last {RECENT_STEPS}, {time_text(times.own_min_s)} to {time_text(times.own_max_s)}), "
+            f"a typical rank for {time_text(score * times.own_median_s)}: score {score:.2f}"
         )
         if self._remedy is None:
             return f"{text}."
@@ -95,5 +102,5 @@ class Stragglers:
         return f"{text}. {self._remedy.subject} predicted to save {gain:.0%} of a step: {self._remedy.setting}."
 
     def restart(self) -> None:
-        """Forget what was observed under another plan, or before a pause."""
-        self._behind.clear()
+        """Forget the observations under another plan, or before a pause; named ranks stay named."""
+        self._num_contrary.clear()

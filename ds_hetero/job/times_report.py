@@ -15,10 +15,10 @@ _HEADINGS = {"all_to_all": "all-to-all", "ring_wait": "ring wait"}  # of a table
 def events(
     seen: JobTimes, plan: Plan, utilization: Sequence[float | None], changes: int, samples: int
 ) -> list[tuple[str, float, int]]:
-    """Events for DeepSpeed's monitor, per rank, per pipeline and of the job: (name, value, samples).
+    """Return events for DeepSpeed's monitor, per rank, per pipeline and of the job: (name, value, samples).
 
     Args:
-        samples: trained on so far, which DeepSpeed's own events count in.
+        samples: samples trained so far, the unit of the x axis of DeepSpeed's events.
     """
     values: list[tuple[str, float]] = []
     for number, (rank, mfu) in enumerate(zip(seen.ranks, utilization, strict=True)):
@@ -37,10 +37,10 @@ def events(
 
 
 def times_table(seen: JobTimes, plan: Plan, utilization: Sequence[float | None], changes: int) -> str:
-    """One line per rank, and prediction beside measurement for every pipeline and their step.
+    """Return the table of the ranks' times; below it, of pipelines, predicted and measured times.
 
     Args:
-        seen: of the ranks over all steps, of the pipelines in the latest observation.
+        seen: the ranks' times over all steps, the pipelines' times of the latest observation.
     """
     steps, names = seen.ranks[0].steps, seen.parts_of_step
     title = (
@@ -62,13 +62,14 @@ def times_table(seen: JobTimes, plan: Plan, utilization: Sequence[float | None],
 
 
 def _prediction_lines(seen: JobTimes, plan: Plan) -> list[str]:
-    """Prediction beside measurement, of pipelines; see `ds_hetero.job.monitor` for replicas."""
-    lines = [
-        f"passes of pipeline {number}: predicted {time_text(pipeline.predicted_s)} from the measured speeds of its "
-        f"stages, measured {time_text(pipeline.passes_s)} "
-        f"(prediction {pipeline.predicted_s / pipeline.passes_s - 1:+.1%})"
-        for number, pipeline in enumerate(seen.pipelines)
-    ]
+    """Predicted and measured times of pipelines; `ds_hetero.job.prediction_check` reports those of replicas."""
+    lines = []
+    for number, pipeline in enumerate(seen.pipelines):
+        error = pipeline.predicted_s / pipeline.passes_s - 1
+        lines.append(
+            f"passes of pipeline {number}: predicted {time_text(pipeline.predicted_s)} from the measured speeds of its "
+            f"stages, measured {time_text(pipeline.passes_s)} (prediction {error:+.1%})"
+        )
     if seen.pipelines and (planned_s := planned_step_s(plan)) is not None:
         lines.append(
             f"step: the plan says {time_text(planned_s)}, measured {time_text(seen.step_s)} "
@@ -78,7 +79,10 @@ def _prediction_lines(seen: JobTimes, plan: Plan) -> list[str]:
 
 
 def _place_of(plan: Plan, rank: int) -> tuple[str, str, str]:
+    """Cells of a rank: pipeline, stage, and first and last layer, such as ``0-15``; empty for an idle rank."""
     place, stage = plan.place_of(rank), plan.stage_of(rank)
     if place is None or stage is None or stage.layers is None:
         return "", "", ""
-    return str(place[0]), str(place[1]), f"{stage.layers[0]}-{stage.layers[1] - 1}"
+    pipeline_index, stage_index = place
+    first, stop = stage.layers
+    return str(pipeline_index), str(stage_index), f"{first}-{stop - 1}"

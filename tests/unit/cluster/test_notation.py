@@ -176,7 +176,7 @@ def test_a_network_is_in_gigabytes_or_gigabits(text, gb_per_s):
         ("5090 | 3090", "0", "must be greater than 0"),
         ("5090,,3090", None, "has an empty place in '5090,,3090'"),
         ("", None, "has an empty place"),
-        ("3090x0", None, "no card at all"),
+        ("3090x0", None, "asks for 0 cards"),
         ("2070x2", None, "the catalogue has no card '2070'; the nearest names are"),
         ("GTX 1060", None, "no card 'GTX 1060'; the nearest names are"),
         ("2x7900XT,T4", None, "no card '7900XT'; the nearest names are"),

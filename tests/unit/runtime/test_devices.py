@@ -96,7 +96,7 @@ def test_a_kernel_that_is_named_twice_or_not_at_all_is_refused(
     ("wish", "said"),
     [
         (["torch"] * 3, r'"heterogeneity.attention" has 3 entries; there are 2 ranks\.'),
-        ({"V10": "torch", "H100": "flash_attn"}, r'"H100" is no part of any device.s name\. They are Tesla V100, CPU'),
+        ({"V10": "torch", "H100": "flash_attn"}, r'"H100" is not part of any device.s name\. They are Tesla V100, CPU'),
     ],
 )
 def test_kernels_for_devices_that_are_not_there_are_refused(wish: KernelWish, said: str) -> None:
