@@ -121,5 +121,5 @@ def test_who_catches_up_is_named_again():
     said = _follow(4, 120, 5, 0.02, lambda rank, step: 0.7 if rank == 2 and 20 < step <= 60 else 1.0)
     assert [line.partition(": ")[2][:30] for _, line in said] == [
         "rank 2 is a straggler: it comp",
-        "rank 2 is no longer a straggl",
+        "rank 2 is no longer a straggle",
     ]
