@@ -1,7 +1,7 @@
 """Split tables of the Ulysses all-to-all of one group for one placement, in elements.
 
-Before the all-to-all a rank has its tokens of all heads; after it, all tokens of the group of its heads. The output of
-attention goes the opposite way. Tokens and heads are uneven, and a rank may have none of either.
+A rank has its own tokens of all heads before the all-to-all, and all tokens of its own heads after it. The output of
+attention goes the opposite way. Tokens and heads are uneven: a rank may have no tokens, or no heads.
 
 Dimension key: S tokens of the group, W heads of q, k and v of one rank.
 """

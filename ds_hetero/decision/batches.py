@@ -2,8 +2,8 @@
 
     plan = plan_of_batches([6, 2], training, world_size=2)     # replicas of one rank; 8 samples a micro-step
 
-A list says the samples of every rank's micro-batch. ``"by_speed"`` begins with batches by the memory of the devices and
-keeps their sum.
+A list has the samples of every rank's micro-batch. ``"by_speed"`` begins with batches in proportion to the devices'
+memory; measured speeds change them later, and their sum stays.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def plan_of_batches(
     world_size: int,
     memory_bytes: Sequence[int] = (),
 ) -> Plan:
-    """Return the plan of replicas of one rank, whose micro-batches have these samples.
+    """Return the plan of replicas of one rank each, whose micro-batches have these samples.
 
     Args:
-        memory_bytes: of every rank's device, by which ``"by_speed"`` begins; equal batches where it is not known.
+        memory_bytes: of every rank's device, for the first batches of ``"by_speed"``; without it they are equal.
 
     Raises:
-        ConfigError: there is not one number per rank, or the configuration says another global batch; or none, of which
-            ``"by_speed"`` could give every rank a part.
+        ConfigError: the list has another length than the ranks, or another sum than the configured global batch; or
+            ``"by_speed"`` lacks a global batch, or one with a sample for every rank.
     """
     steps = training.accumulation_steps or 1
     total = _micro_step_samples(training, steps, world_size)
@@ -46,8 +46,10 @@ def plan_of_batches(
                 f'{_KEY}: "by_speed" shares the global batch out, which the configuration does not say. Give '
                 '"train_micro_batch_size_per_gpu", the mean over the ranks, or "train_batch_size".'
             )
-        sizes = balanced_batches(total, [1 / m for m in memory_bytes or [1] * world_size], [total] * world_size)
-        if sum(sizes) > total:
+        # As if speeds were proportional to memory; a rank's first batches must fit before any speed is known.
+        s_per_sample = [1 / rank_bytes for rank_bytes in memory_bytes or [1] * world_size]
+        sizes = balanced_batches(total, s_per_sample, [total] * world_size)
+        if sum(sizes) > total:  # every rank gets one sample, and there are fewer samples than ranks
             raise ConfigError(
                 f'{_KEY}: "by_speed" has {total} samples for {world_size} ranks, of which every one takes at least '
                 "one. Make the global batch larger, or start fewer processes."
@@ -65,60 +67,64 @@ def plan_of_batches(
 
 
 def balanced_batches(total: int, s_per_sample: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """Samples of every rank by which the slowest takes the least time; every rank gets one at least.
+    """Return the samples of every rank with which the slowest rank takes the least time; each rank gets at least one.
 
-    Samples are dealt out one by one to the rank that would have computed them first, which is the optimum.
+    Samples are given out one by one, to the rank that would finish with it first. That is the optimum: any other choice
+    ends later. With 1 s and 2 s per sample, 5 samples become 3 and 2 (3 s and 4 s).
 
     Args:
-        s_per_sample: seconds of one on every rank.
-        most: samples that the memory of every rank has room for; together at least ``total``.
+        s_per_sample: seconds per sample on every rank.
+        most: samples that fit into every rank's memory; together at least ``total``.
     """
     sizes = [1] * len(most)
-    ends = [(2 * seconds, rank) for rank, seconds in enumerate(s_per_sample) if most[rank] > 1]
-    heapq.heapify(ends)
+    # (seconds with one sample more, rank) of the ranks that can take one more; ties go to the lower rank.
+    next_ends_s = [(2 * seconds, rank) for rank, seconds in enumerate(s_per_sample) if most[rank] > 1]
+    heapq.heapify(next_ends_s)
     for _ in range(total - len(sizes)):
-        _, rank = heapq.heappop(ends)
+        _, rank = heapq.heappop(next_ends_s)
         sizes[rank] += 1
         if sizes[rank] < most[rank]:
-            heapq.heappush(ends, ((sizes[rank] + 1) * s_per_sample[rank], rank))
+            heapq.heappush(next_ends_s, ((sizes[rank] + 1) * s_per_sample[rank], rank))
     return tuple(sizes)
 
 
 def as_whole(model: ModelFacts) -> ModelFacts:
-    """Facts of a model that every rank runs whole; the schedules of `plan_of_batches` have one head."""
+    """Return the facts of a model of which every rank runs all; the schedules of `plan_of_batches` have one head."""
     return replace(model, num_heads=1, num_kv_heads=1, is_split=False)
 
 
 def _micro_step_samples(training: TrainingFacts, steps: int, world_size: int) -> int | None:
-    """Samples that all ranks together take in a micro-step; None where the configuration does not say."""
+    """Samples of all ranks together in a micro-step; None if the configuration does not set them."""
     if training.micro_batch_size is not None:
         return training.micro_batch_size * world_size
     if training.train_batch_size is None:
         return None
-    samples, rest = divmod(training.train_batch_size, steps)
-    if rest:
+    samples, remainder = divmod(training.train_batch_size, steps)
+    if remainder:
         raise ConfigError(
-            f"train_batch_size {training.train_batch_size} is no multiple of gradient_accumulation_steps {steps}."
+            f"train_batch_size {training.train_batch_size} is not a multiple of gradient_accumulation_steps {steps}."
         )
     return samples
 
 
 def _expect_total(sizes: Sequence[int], training: TrainingFacts, steps: int, world_size: int) -> None:
-    """Refuse a global batch that is not the list's sum; a mean may be rounded. Raises `ConfigError`."""
-    total, micro = sum(sizes), training.micro_batch_size
-    given = training.train_batch_size
+    """Refuse a configured batch that contradicts the list; a mean may be rounded. Raises `ConfigError`."""
+    total = sum(sizes)
+    micro_batch = training.micro_batch_size
+    global_batch = training.train_batch_size
     means = {total // world_size, -(-total // world_size)}
-    if micro is not None and micro not in means:
-        wanted = " or ".join(map(str, sorted(means)))
+    if micro_batch is not None and micro_batch not in means:
+        means_text = " or ".join(map(str, sorted(means)))
         raise ConfigError(
             f"{_KEY} {list(sizes)} has {total} samples in all, which is {total / world_size:g} a rank, but the "
             f"micro-batch of a rank (train_micro_batch_size_per_gpu, per_device_train_batch_size, the loader's) is "
-            f"{micro}. Make that {wanted}, the mean, or change {_KEY} to numbers that sum to {micro * world_size}."
+            f"{micro_batch}. Make that {means_text}, the mean, or change {_KEY} to numbers that sum to "
+            f"{micro_batch * world_size}."
         )
-    # accelerate fills this one in from a mean, which may be rounded
-    of_mean = None if micro is None else micro * steps * world_size
-    if given is not None and given not in (total * steps, of_mean):
+    # accelerate computes train_batch_size from the micro-batch, and so from a mean that may be rounded.
+    from_mean = None if micro_batch is None else micro_batch * steps * world_size
+    if global_batch is not None and global_batch not in (total * steps, from_mean):
         raise ConfigError(
             f"{_KEY} {list(sizes)} with gradient_accumulation_steps {steps} makes a global batch of {total * steps}, "
-            f"but train_batch_size is {given}. Leave that out, or make them equal."
+            f"but train_batch_size is {global_batch}. Leave that out, or make them equal."
         )

@@ -1,9 +1,8 @@
-"""Decisions of rank 0 at the start of a job, and of ``ds-hetero doctor`` without one: the plan and its prediction.
+"""Decision on the plan of a job, and its prediction: for rank 0 at the start, and for ``ds-hetero doctor``.
 
-Nothing here runs collectives, asks devices or knows a framework: the same facts give the same decision everywhere.
-Imports no torch.
-
-`resolve` finds the plan that the section stands for; a `Searcher` searches and predicts; `decide` puts both together.
+`resolve` returns the plan that the section asks for; a `Searcher` searches for schedules; `decide` uses both, and
+predicts the plan. Nothing here runs collectives, asks devices or knows a framework: the same facts give the same
+decision everywhere. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from ds_hetero.cluster import Cluster, load_cluster
@@ -33,48 +33,55 @@ from ds_hetero.values.section import SECTION, HeterogeneitySection, accepted
 
 
 def given_plan(section: HeterogeneitySection, world_size: int) -> Plan | None:
-    """Return the plan in the section's file, or inline in it; None where the section names a strategy.
+    """Return the plan in the section's file, or inline in the section; None if the section names a strategy.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
         ScheduleError: the file cannot be read, or its schedules do not fit the world.
-        PlanError: the plan is wrong; or a plan of pipelines has ranks that the job has not, or says no batches.
+        PlanError: the plan is wrong; or a plan of pipelines has ranks that the job lacks, or no batches.
     """
     source = section.schedule
-    if isinstance(source, str) and source in STRATEGIES:
-        return None
-    name = shortened(source)[1:-1] if isinstance(source, str) else "the inline schedule"
-    content = _read_json(source) if isinstance(source, str) else source
+    if isinstance(source, str):
+        if source in STRATEGIES:
+            return None
+        name, content = shortened(source)[1:-1], _read_json(source)
+    else:
+        name, content = "the inline schedule", source
     try:
         plan = read_plan(content, world_size)
     except (ScheduleError, PlanError) as error:
         raise type(error)(f"{name}: {error}") from None
-    return (_pipelines_of if is_of_pipelines(plan, section) else _replicas_of)(plan, name, world_size)
+    if is_of_pipelines(plan, section):
+        return _checked_pipelines(plan, name, world_size)
+    return _checked_replicas(plan, name, world_size)
 
 
 def is_of_pipelines(plan: Plan | None, section: HeterogeneitySection) -> bool:
-    """Whether a model is cut into stages of pipelines.
+    """Return whether the model is divided into stages of pipelines.
 
-    With ``"parallel": "full"`` a plan of replicas is one of pipelines of one stage.
+    With ``"parallel": "full"`` a plan of replicas is one of pipelines with one stage.
 
     Args:
-        plan: that the section gives; None where it gives none.
+        plan: from the section; None if it has none.
     """
     return section.parallel == "full" or (plan is not None and not plan.is_replicas)
 
 
-def _pipelines_of(plan: Plan, name: str, world_size: int) -> Plan:
+def _checked_pipelines(plan: Plan, name: str, world_size: int) -> Plan:
+    """Return a plan of pipelines with layers at every stage. Raises `PlanError`: it cannot be run by this job."""
     if plan.ranks[-1] >= world_size:
         raise PlanError(f"{name}: the plan has ranks up to {plan.ranks[-1]}, the job has {world_size} processes.")
     plan = plan.with_layers()
-    if plan.batch_split is None or any(stage.layers is None for p in plan.pipelines for stage in p.stages):
+    lacks_layers = any(stage.layers is None for pipeline in plan.pipelines for stage in pipeline.stages)
+    if plan.batch_split is None or lacks_layers:
         raise PlanError(
             f"{name}: a plan of pipelines says micro_batch_size, micro_batches and the layers of every stage."
         )
     return plan
 
 
-def _replicas_of(plan: Plan, name: str, world_size: int) -> Plan:
+def _checked_replicas(plan: Plan, name: str, world_size: int) -> Plan:
+    """Return a plan of replicas. Raises `PlanError` or `ScheduleError`: it cannot be run by this job."""
     if plan.zero is not None:
         raise PlanError(
             f'{name}: "zero" of a plan is not used yet. Set "zero_optimization" and "{SECTION}.zero_partition" in the '
@@ -91,57 +98,68 @@ def _replicas_of(plan: Plan, name: str, world_size: int) -> Plan:
 def _read_json(path: str) -> Any:
     if not is_file(path):
         hint = did_you_mean(path, STRATEGIES)
-        raise ConfigError(f'"{SECTION}.schedule": "{shortened(path)[1:-1]}" is no file{hint}. {accepted("schedule")}')
+        raise ConfigError(
+            f'"{SECTION}.schedule": "{shortened(path)[1:-1]}" is neither a file nor a strategy{hint}. '
+            f"{accepted('schedule')}"
+        )
     return read_file(path, "schedule", ScheduleError)
 
 
 Search = Callable[[str, Cluster], Schedule]
-"""From the name of a searching strategy and the cluster of one replica to a schedule of ranks that begin at 0."""
+"""Maps the name of a searching strategy and the cluster of one replica to a schedule whose ranks begin at 0."""
 
 
 def needs_planner(section: HeterogeneitySection) -> bool:
-    """Whether the schedule is searched for under a cost model."""
+    """Return whether the schedule is searched for under a cost model."""
     return section.planner is not None or section.schedule in FROM_PLANNER
 
 
 def expect_planners(section: HeterogeneitySection) -> None:
     """Refuse planners that are unknown or make other plans. Raises `ConfigError`: key, value, and known planners."""
     kind = "pipelines" if section.parallel == "full" else "schedule"
-    for key, name, of_kind in (
+    requests = (
         ("planner", section.planner, kind),
         ("placement.planner", section.placement.planner, "documents"),
-    ):
+    )
+    for key, name, requested_kind in requests:
         if name is not None:
             try:
-                find_planner(name, of_kind)
+                find_planner(name, requested_kind)
             except PlanError as error:
                 raise ConfigError(f'"{SECTION}.{key}": {error}') from None
 
 
 def needs_measuring(section: HeterogeneitySection) -> bool:
-    """Whether the live ranks must be measured: the plan depends on their speeds, or the user wrote "measure"."""
+    """Return whether live ranks must be measured: the plan depends on their speeds, or the user wrote "measure"."""
     needed = needs_planner(section) or section.schedule in FROM_DEVICES or section.zero_partition == "memory"
     return section.cluster == "measure" and (needed or "cluster" in section.model_fields_set)
 
 
 def sp_size_of(sp_sizes: Mapping[str, int | None]) -> int | None:
-    """The one size that the sources in ``sp_sizes`` name, if any. Raises `ConfigError`: unlike sizes, or one < 1.
+    """Return the sequence-parallel size on which all sources agree; None if no source sets one.
 
     Args:
-        sp_sizes: by the name under which the user knows the source, such as ``"sequence_parallel_size of ds_config"``.
+        sp_sizes: by the user's name of the source, such as ``"sequence_parallel_size of ds_config"``.
+
+    Raises:
+        ConfigError: sources differ, or one is not a whole number >= 1.
     """
-    given = {source: size for source, size in sp_sizes.items() if size is not None}
-    for source, size in given.items():
+    size_of_source = {source: size for source, size in sp_sizes.items() if size is not None}
+    for source, size in size_of_source.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(f"{source} is {shortened(size)}; it must be a whole number >= 1.")
-    if len(set(given.values())) > 1:
-        listed = ", ".join(f"{source}={size}" for source, size in given.items())
+    if len(set(size_of_source.values())) > 1:
+        listed = ", ".join(f"{source}={size}" for source, size in size_of_source.items())
         raise ConfigError(f"the sequence-parallel size is given twice: {listed}. Give it once, or make them equal.")
-    return next(iter(given.values()), None)
+    return next(iter(size_of_source.values()), None)
 
 
 def replica_size(sp_sizes: Mapping[str, int | None], world_size: int) -> int:
-    """Ranks of a replica where no file says so: the sp size, or all. Raises `ConfigError`: they do not divide."""
+    """Return the ranks of a replica without a plan file: the sequence-parallel size, or all ranks.
+
+    Raises:
+        ConfigError: the world cannot be divided into replicas of that size.
+    """
     sp_size = sp_size_of(sp_sizes) or world_size
     if world_size % sp_size:
         raise ConfigError(
@@ -161,19 +179,19 @@ def resolve(
     search: Search | None = None,
     plan: Plan | None = None,
 ) -> Plan:
-    """Return the plan that the section stands for.
+    """Return the plan that the section asks for.
 
     Args:
         heads: query heads of the model, and its key/value heads.
-        sp_sizes: see `sp_size_of`; with no size given, a strategy spans the whole world.
-        cluster: of the job or of one replica; None where it is not known.
-        search: for the strategies that are searched for, see `needs_planner`.
-        plan: in the section's file, or inline in it, see `given_plan`; None where it names a strategy.
+        sp_sizes: see `sp_size_of`; without a size, one replica has all ranks.
+        cluster: of the job or of one replica; None if unknown.
+        search: for strategies that search, see `needs_planner`.
+        plan: from the section, see `given_plan`; None if the section names a strategy.
 
     Raises:
-        ConfigError: sizes that disagree, a strategy that is not available.
+        ConfigError: sizes disagree, or the strategy is not available.
         ScheduleError: the schedule does not fit the model or the world.
-        PlanError: the plan needs what cannot be run yet, or the search found nothing.
+        PlanError: the plan cannot be run yet, or the search found none.
     """
     if plan is None:
         sp_size = replica_size(sp_sizes, world_size)
@@ -195,36 +213,40 @@ def resolve(
 def _schedules_for_clusters(
     name: str, clusters: Sequence[Cluster], num_heads: int, num_kv_heads: int, search: Search | None
 ) -> tuple[Schedule, ...]:
-    """One schedule per replica; replicas on equal devices share one."""
+    """One schedule per replica; replicas on equal devices get the same, which is searched once."""
     schedule_of: dict[Cluster, Schedule] = {}
     for cluster in clusters:
         if cluster in schedule_of:
             continue
-        if name in FROM_DEVICES:  # attention, of which long sequences mostly consist
+        if name in FROM_DEVICES:
+            # Speeds of attention, which takes most of the time of long sequences.
             speeds = [device.peak_flops_per_s * device.efficiency.attention_forward for device in cluster.devices]
             schedule_of[cluster] = proportional(speeds, num_heads, num_kv_heads)
         else:
             assert search is not None
             schedule_of[cluster] = search(name, cluster)
-    firsts = [sum(cluster.num_ranks for cluster in clusters[:i]) for i in range(len(clusters))]
-    return tuple(schedule_of[cluster].shifted(first) for cluster, first in zip(clusters, firsts, strict=True))
+    first_ranks = accumulate((cluster.num_ranks for cluster in clusters[:-1]), initial=0)
+    return tuple(schedule_of[cluster].shifted(first) for cluster, first in zip(clusters, first_ranks, strict=True))
 
 
 def check_plan_fits(plan: Plan, *, num_heads: int, num_kv_heads: int, sp_sizes: Mapping[str, int | None]) -> None:
-    """Refuse a plan of replicas of other sizes or another model. Raises `ConfigError` or `ScheduleError`."""
+    """Refuse a plan of replicas for other sizes or another model. Raises `ConfigError` or `ScheduleError`."""
     for schedule in plan.schedules:
         if (schedule.num_heads, schedule.num_kv_heads) != (num_heads, num_kv_heads):
             raise ScheduleError(
                 f"the schedule is for num_heads={schedule.num_heads}, num_kv_heads={schedule.num_kv_heads}; the model "
                 f"has {num_heads} and {num_kv_heads}. Make a schedule for this model."
             )
-    given, sizes = sp_size_of(sp_sizes), [schedule.sp_size for schedule in plan.schedules]
-    expected = sizes[0] if len(set(sizes)) == 1 else sum(sizes)
-    if given is not None and given != expected:
+    sp_size = sp_size_of(sp_sizes)
+    sizes = [schedule.sp_size for schedule in plan.schedules]
+    # DeepSpeed knows one size. Unequal replicas are, to DeepSpeed, one replica of all ranks.
+    are_equal = len(set(sizes)) == 1
+    expected = sizes[0] if are_equal else sum(sizes)
+    if sp_size is not None and sp_size != expected:
         source = next(source for source, size in sp_sizes.items() if size is not None)
         raise ConfigError(
-            f'"{SECTION}.schedule" has replicas of {sizes} ranks, but {source} is {given}. '
-            f"Set it to {expected}{', all ranks of the replicas together,' if len(set(sizes)) > 1 else ''} or leave it "
+            f'"{SECTION}.schedule" has replicas of {sizes} ranks, but {source} is {sp_size}. '
+            f"Set it to {expected}{'' if are_equal else ', all ranks of the replicas together,'} or leave it "
             "out where that is possible."
         )
 
@@ -232,14 +254,14 @@ def check_plan_fits(plan: Plan, *, num_heads: int, num_kv_heads: int, sp_sizes: 
 def clusters_of_replicas(
     section: HeterogeneitySection, cluster: Cluster | None, sizes: Sequence[int]
 ) -> tuple[Cluster, ...]:
-    """Return the cluster of every replica: its part of the job's, or the whole cluster if that describes one replica.
+    """Return the cluster of every replica: its part of the job's cluster, or ``cluster`` if that is of one replica.
 
     Args:
-        cluster: of the job or of one replica; None where it is not known.
-        sizes: ranks of every replica, which hold consecutive ranks.
+        cluster: of the job or of one replica; None if unknown.
+        sizes: numbers of ranks of the replicas, each of which has consecutive ranks.
 
     Raises:
-        ConfigError: the cluster has another number of devices than the job or a replica, or nothing was measured.
+        ConfigError: the cluster has another number of devices than the job or a replica, or was not measured.
     """
     if cluster is None:
         raise ConfigError(
@@ -253,30 +275,30 @@ def clusters_of_replicas(
             f'"{SECTION}.cluster" describes {cluster.num_ranks} devices, the job has {sum(sizes)} processes in '
             f"replicas of {', '.join(map(str, sorted(set(sizes))))}. Describe every device once, in rank order."
         )
-    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return tuple(cluster.part(first, first + size) for first, size in zip(firsts, sizes, strict=True))
+    first_ranks = accumulate(sizes[:-1], initial=0)
+    return tuple(cluster.part(first, first + size) for first, size in zip(first_ranks, sizes, strict=True))
 
 
 logger = logging.getLogger(__name__)
 
 COST_MODEL = "calibrated"
-_FEWEST_TOKENS = 1024  # below, what does not fit is the model, not its sequences
+_FEWEST_TOKENS = 1024  # if so few do not fit, the model does not, and shorter sequences would not help; never measured
 
 
 class Searcher:
-    """Searches schedules for `ds_hetero.decision.decide.resolve`, and keeps what the planner found.
+    """Searches schedules for `resolve`, and keeps the planner's results.
 
     Args:
-        layout: the section's, None for the planner's choice.
-        by_memory: whether ZeRO's shares follow the memory that is left (``"zero_partition": "memory"``).
+        layout: from the section; None leaves it to the planner.
+        by_memory: whether ZeRO's shares follow the free memory (``"zero_partition": "memory"``).
     """
 
     def __init__(self, model: ModelSpec, workload: Workload, layout: str | None, by_memory: bool = False) -> None:
         self._model, self._workload, self._layout, self._by_memory = model, workload, layout, by_memory
-        self.planned: dict[Cluster, PlannedSchedule] = {}  # what the planner found, by cluster
+        self.planned: dict[Cluster, PlannedSchedule] = {}  # the planner's results, by cluster
 
     def __call__(self, name: str, cluster: Cluster) -> Schedule:
-        """A strategy's schedule for one replica on ``cluster``. Raises `PlanError`: nothing fits, or too few tokens."""
+        """Return a strategy's schedule for one replica. Raises `PlanError`: no schedule fits, or too few tokens."""
         try:
             if name != "plan":
                 return strategy(name, self._cost(cluster))
@@ -299,7 +321,11 @@ class Searcher:
             raise
 
     def _weights(self, cluster: Cluster) -> Iterator[tuple[float, ...]]:
-        """Shares to search with: by what is left beside tokens in proportion to speed, and by all of the memory."""
+        """Yield ZeRO shares to search with, the better guess first.
+
+        The first are in proportion to the memory that remains when tokens follow the devices' speeds, the second in
+        proportion to the devices' whole memory.
+        """
         if not self._by_memory or self._workload.data_parallel > 1:
             return
         cost = self._cost(cluster)
@@ -316,15 +342,15 @@ class Searcher:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Forecast of the cost model for one replica."""
+    """Prediction of the cost model for one replica."""
 
     schedule: Schedule  # in global ranks
-    cost: CostModel  # the cost model of the replica's cluster, whose ranks begin at 0, bound to model and workload
+    cost: CostModel  # for the replica's cluster (ranks begin at 0), model and workload
     prediction: Prediction  # of the schedule
-    planned: PlannedSchedule | None  # what the planner found, where the schedule was searched for
+    planned: PlannedSchedule | None  # the planner's result; None if the schedule was not searched for
 
     def iteration_s(self, schedule: Schedule, seq_len: int, micro_batch: int, micro_batches: int) -> float:
-        """Predict the time of an optimizer step of other batches."""
+        """Predict the seconds of an optimizer step with other batches."""
         workload = replace(self.cost.workload, seq_len=seq_len, micro_batch=micro_batch, micro_batches=micro_batches)
         cost = make_cost_model(self.cost.name, self.cost.cluster, self.cost.model, workload)
         return cost.predict(schedule.shifted(0)).iteration_s
@@ -336,7 +362,7 @@ def forecast(
     """Predict one replica.
 
     Args:
-        planned: what the planner found, where the schedule was searched for.
+        planned: the planner's result; None if the schedule was not searched for.
 
     Raises:
         PlanError: the workload does not fit the cluster.
@@ -349,15 +375,15 @@ def forecast(
 
 @dataclass(frozen=True, kw_only=True)
 class JobStart:
-    """Start of a job."""
+    """A job's facts, plan and predictions, once its start is decided."""
 
-    facts: JobFacts  # that all ranks have read alike
-    plan: Plan  # what every rank does
+    facts: JobFacts  # the same on all ranks
+    plan: Plan  # of all ranks
     zero_weights: tuple[float, ...] | None = None  # ZeRO shares of all ranks, by ``"zero_partition": "memory"``
-    forecasts: tuple[Forecast, ...] = ()  # on rank 0, one per replica; none where devices or model are not known
+    forecasts: tuple[Forecast, ...] = ()  # on rank 0, one per replica; empty if devices or model are unknown
     is_predicted: bool = False  # on every rank, whether rank 0 has forecasts
     no_forecast_reason: str | None = None  # on rank 0, why there is no forecast although the devices are known
-    searched: SearchedPipelines | None = None  # on rank 0, what the search for pipelines has found; None without one
+    searched: SearchedPipelines | None = None  # on rank 0, result of the search for pipelines; None without a search
 
     @property
     def section(self) -> HeterogeneitySection:
@@ -366,17 +392,20 @@ class JobStart:
 
     @property
     def is_of_pipelines(self) -> bool:
-        """Whether the model is cut into stages of pipelines."""
+        """Whether the model is divided into stages of pipelines."""
         return is_of_pipelines(self.plan, self.section)
 
     @property
     def places_by_default(self) -> bool:
-        """Whether batches may be placed by documents unasked: where devices are known and no schedule is to change."""
+        """Whether batches may be placed by documents although the section does not ask for it.
+
+        The devices must be known. Re-planning must be off, since it changes the schedule that placing is computed for.
+        """
         return self.section.placement.mode is None and self.is_predicted and not self.section.replan.enabled
 
 
 def depends_on_measuring(facts: JobFacts, world_size: int) -> bool:
-    """Whether the live ranks must be measured before `decide` is called."""
+    """Return whether the live ranks must be measured before `decide` is called."""
     if wants_search(facts.section):
         return facts.section.cluster == "measure"
     alone = sp_size_of(facts.sp_sizes) == 1 or world_size == 1
@@ -392,15 +421,15 @@ def decide(
     plan: Plan | None = None,
     no_inners: Mapping[str, str] | None = None,
 ) -> JobStart:
-    """Resolve the section to a plan and predict it, or search for pipelines. Raises `HeteroError`: none is found.
+    """Resolve the section to a plan and predict it, or search for pipelines. Raises `HeteroError`: no plan fits.
 
-    Reads the schedule and cluster files that the section names.
+    Reads the cluster file that the section names.
 
     Args:
-        measured: the live ranks, where they have been measured for ``"cluster": "measure"``.
-        on_host: devices are CPUs, so that nothing can be offloaded to the host.
-        plan: in the section's file, where it has been read.
-        no_inners: see `PipelineFacts`; of pipelines that are searched for.
+        measured: cluster of the live ranks, if they were measured for ``"cluster": "measure"``.
+        on_host: whether devices are CPUs, so that nothing can be offloaded to the host.
+        plan: from the section; None if it names a strategy.
+        no_inners: see `PipelineFacts`; used by the search for pipelines.
     """
     if wants_search(facts.section):
         pipelines = PipelineFacts(job=facts, no_inners=no_inners or {})
@@ -412,9 +441,10 @@ def decide(
 
 
 def _decide_tokens(job: _Job, plan: Plan | None) -> JobStart:
-    """`_decide_replicas`; for fewer tokens where the section does not say how many, and the model's most do not fit.
+    """Decide for the section's tokens; without them, for the model's most, halved until they fit.
 
-    A configuration names all tokens that a model can take, 131,072 in many, of which most jobs train a small part.
+    A model's configuration has the longest sequence that it can take, often 131,072 tokens. Most jobs train much
+    shorter ones, and must not be refused for that number.
     """
     section, tokens = job.facts.section, job.facts.model.max_seq_len
     try:
@@ -439,6 +469,7 @@ def _decide_tokens(job: _Job, plan: Plan | None) -> JobStart:
 
 
 def _decide_replicas(job: _Job, plan: Plan | None) -> JobStart:
+    """Resolve and predict a plan of replicas, with ZeRO shares by memory if the section asks for them."""
     facts, section, world_size = job.facts, job.facts.section, job.world_size
     sp_size = sp_size_of(facts.sp_sizes) or world_size
     by_memory = section.zero_partition == "memory"
@@ -459,14 +490,15 @@ def _decide_replicas(job: _Job, plan: Plan | None) -> JobStart:
     clusters = clusters_of_replicas(section, job.cluster, [schedule.sp_size for schedule in plan.schedules])
     weights: tuple[float, ...] | None = None
     if by_memory:
-        equal = [job.workload(len(clusters))] * len(clusters)
-        replicas = _forecasts(facts.model.expect_spec(by_memory=True), plan, clusters, equal)
+        # The shares follow from the memory that is free in a prediction with equal shares.
+        equal_shares = [job.workload(len(clusters))] * len(clusters)
+        replicas = _forecasts(facts.model.expect_spec(by_memory=True), plan, clusters, equal_shares)
         weights = weights_by_memory([(replica.cost, replica.schedule) for replica in replicas])
     searched = {} if searcher is None else searcher.planned
     try:
         spec = facts.model.expect_spec()
         forecasts = _forecasts(spec, plan, clusters, job.workloads(plan, weights), searched)
-    except (ModelError, PlanError, ScheduleError) as error:  # such a job is trained without a prediction
+    except (ModelError, PlanError, ScheduleError) as error:  # a job trains without a prediction, too
         return JobStart(facts=facts, plan=plan, zero_weights=weights, no_forecast_reason=str(error))
     return JobStart(facts=facts, plan=plan, zero_weights=weights, forecasts=forecasts, is_predicted=True)
 
@@ -477,24 +509,30 @@ def _described_cluster(section: HeterogeneitySection) -> Cluster | None:
 
 @dataclass(frozen=True)
 class _Job:
-    """The facts of a job, its size and its devices."""
+    """A job's facts, size and devices."""
 
-    facts: JobFacts  # of the job
+    facts: JobFacts
     world_size: int  # ranks of the job
-    cluster: Cluster | None  # of the job or of one replica; None where it is not known
+    cluster: Cluster | None  # of the job or of one replica; None if unknown
     on_host: bool  # devices are CPUs
 
     def workload(self, num_replicas: int, weights: tuple[float, ...] | None = None) -> Workload:
-        """The workload of one of ``num_replicas`` copies; ``weights`` are ZeRO shares that follow from memory."""
+        """Return the workload of one of ``num_replicas`` equal replicas.
+
+        Args:
+            weights: ZeRO shares of the ranks, of a single replica; None for those of the section.
+        """
         workload = workload_of(self.facts, num_replicas, on_host=self.on_host)
         if num_replicas > 1:
-            knows_all = self.cluster is not None and self.cluster.num_ranks == self.world_size
-            return replace(workload, zero_cluster=self.cluster if knows_all else None)
+            # ZeRO shards over the ranks of all replicas, which a cluster of one replica does not describe.
+            describes_all = self.cluster is not None and self.cluster.num_ranks == self.world_size
+            return replace(workload, zero_cluster=self.cluster if describes_all else None)
         return workload if weights is None else replace(workload, zero_weights=weights)
 
     def workloads(self, plan: Plan, weights: tuple[float, ...] | None) -> list[Workload]:
-        """The workload of every replica, each with its own batches."""
-        workload, split = self.workload(len(plan.pipelines), weights), plan.batch_split
+        """Return the workload of every replica, each with its own batches."""
+        workload = self.workload(len(plan.pipelines), weights)
+        split = plan.batch_split
         if split is None:
             return [workload] * len(plan.pipelines)
         batches = zip(split.micro_batch_sizes, split.micro_batches, strict=True)
@@ -509,12 +547,13 @@ def _forecasts(
     searched: Mapping[Cluster, PlannedSchedule] | None = None,
 ) -> tuple[Forecast, ...]:
     """A forecast per replica."""
-    return tuple(
-        forecast(schedule, cluster, model, workload, (searched or {}).get(cluster))
-        for schedule, cluster, workload in zip(plan.schedules, clusters, workloads, strict=True)
-    )
+    planned_by_cluster = searched or {}
+    forecasts = []
+    for schedule, cluster, workload in zip(plan.schedules, clusters, workloads, strict=True):
+        forecasts.append(forecast(schedule, cluster, model, workload, planned_by_cluster.get(cluster)))
+    return tuple(forecasts)
 
 
 def wants_search(section: HeterogeneitySection) -> bool:
-    """Whether pipelines are to be searched for at the start of the job."""
+    """Return whether the job searches for pipelines at its start."""
     return section.parallel == "full" and section.schedule == "plan"

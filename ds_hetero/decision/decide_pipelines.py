@@ -1,4 +1,4 @@
-"""Decisions of rank 0 where ``"parallel": "full"`` asks for pipelines, and ``ds-hetero doctor`` without a job.
+"""Decision on the pipelines of a job with ``"parallel": "full"``: for rank 0 at the start, and ``ds-hetero doctor``.
 
 Nothing here runs collectives, asks devices or knows a framework: the same facts give the same plan everywhere. Imports
 no torch.
@@ -31,29 +31,29 @@ _ADAM_BYTES = 3 * FP32_BYTES  # value and two moments of an owned element
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFacts:
-    """Facts of a job whose pipelines are searched for."""
+    """Facts of a job that searches for pipelines."""
 
     job: JobFacts  # section, model and training
-    no_inners: Mapping[str, str]  # why ranks cannot share the work of a stage of this model, by the way
+    no_inners: Mapping[str, str]  # by kind of stage that this model cannot have ("tensor", "sequence"): the reason
 
     @property
     def inners(self) -> tuple[str, ...]:
-        """Ways in which several ranks may share the work of a stage."""
+        """Kinds of stages with several ranks that this model can have."""
         return tuple(inner for inner in INNERS if inner not in self.no_inners)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchedPipelines:
-    """Result of the search."""
+    """Result of the search for pipelines."""
 
-    plan: Plan  # what every rank does
-    planned: PlannedPipelines  # with the prediction, its rivals and its reasons
-    facts: PipelineFacts  # for which it was searched
+    plan: Plan  # of all ranks
+    planned: PlannedPipelines  # the plan with its prediction, baselines and reasons
+    facts: PipelineFacts  # of the job that searched
 
 
 def check_pipeline_section(section: HeterogeneitySection) -> None:
-    """Refuse keys that pipelines do not follow. Raises `ConfigError`: names key, value and what to do."""
-    for path, value, key in _asked_keys(section):
+    """Refuse keys that pipelines do not follow. Raises `ConfigError`: names key, value and remedy."""
+    for path, value, key in _active_keys(section):
         if key.refused:
             raise ConfigError(
                 f'"{SECTION}.{path}": {json.dumps(value)} cannot be used with pipelines: {key.refused}. Leave it out.'
@@ -61,69 +61,84 @@ def check_pipeline_section(section: HeterogeneitySection) -> None:
 
 
 def idle_keys(section: HeterogeneitySection, plan: Plan) -> list[str]:
-    """A sentence for every key of the section that has nothing to say in some stages of a plan."""
-    return [
-        f'"{SECTION}.{path}" has nothing to say in stages that are "inner": "{inner}": {key.idle[inner]}'
-        for path, _, key in _asked_keys(section)
-        for inner in inners_of(plan)
-        if inner in key.idle
-    ]
+    """Return a sentence for every key of the section without an effect on some stages of a plan."""
+    sentences = []
+    for path, _, key in _active_keys(section):
+        for inner in inners_of(plan):
+            if inner in key.idle:
+                sentences.append(
+                    f'"{SECTION}.{path}" has no effect in stages with "inner": "{inner}": {key.idle[inner]}'
+                )
+    return sentences
 
 
 def inners_of(plan: Plan) -> tuple[str, ...]:
-    """The kinds of a plan's stages, in the order of `INNER`."""
-    present = {stage.inner for pipeline in plan.pipelines for stage in pipeline.stages}
+    """Return the kinds of a plan's stages, in the order of `INNER`."""
+    present: set[str] = set()
+    for pipeline in plan.pipelines:
+        present.update(stage.inner for stage in pipeline.stages)
     return tuple(inner for inner in INNER if inner in present)
 
 
-def _asked_keys(section: HeterogeneitySection) -> Iterator[tuple[str, Any, SectionKey]]:
-    """Path, value and row of every key that the user wrote and that asks for something."""
+def _active_keys(section: HeterogeneitySection) -> Iterator[tuple[str, Any, SectionKey]]:
+    """Yield path, value and row of every key that the user wrote with a value that does not switch it off."""
     for path, key in SECTION_KEYS.items():
         name, _, inside = path.partition(".")
+        if name not in section.model_fields_set:
+            continue
         value = getattr(section, name)
-        if name in section.model_fields_set and (value := getattr(value, inside) if inside else value) not in key.off:
+        if inside:
+            value = getattr(value, inside)
+        if value not in key.off:
             yield path, value.model_dump() if isinstance(value, BaseModel) else value, key
 
 
 def global_batch_of(training: TrainingFacts, plan: Plan | None = None) -> int:
-    """Sequences of a step over all pipelines. Raises `ConfigError`: ds_config.json says none, or others.
+    """Return the sequences of a step over all pipelines.
 
     Args:
-        plan: that ds_config.json may not contradict; None where it is searched for, and ds_config.json must say.
+        plan: sets the global batch, which ds_config.json may repeat; None if the planner searches for the plan, and
+            ds_config.json must set it.
+
+    Raises:
+        ConfigError: ds_config.json has another global batch than the plan, two different ones, or none.
     """
     if training.accumulation_steps not in (None, 1):
         raise ConfigError(
             f'"gradient_accumulation_steps" is {training.accumulation_steps}; with pipelines it is 1, since the engine '
             "is given the batch of a whole optimizer step, and the plan says how many micro-batches that is."
         )
-    given = {"train_batch_size": training.train_batch_size, "train_micro_batch_size_per_gpu": training.micro_batch_size}
-    known = {key: value for key, value in given.items() if value is not None}
+    written = {}
+    if training.train_batch_size is not None:
+        written["train_batch_size"] = training.train_batch_size
+    if training.micro_batch_size is not None:
+        written["train_micro_batch_size_per_gpu"] = training.micro_batch_size
     if plan is not None:
         assert plan.batch_split is not None
         samples = plan.batch_split.samples
-        for key, value in known.items():
+        for key, value in written.items():
             if value != samples:
                 raise ConfigError(
                     f'"{key}" is {value}, but the pipelines of the plan take {samples} sequences per optimizer step. '
                     f"Every rank is given the global batch: set it to {samples}, or leave it out."
                 )
         return samples
-    if not known:
+    if not written:
         raise ConfigError(
             '"parallel": "full" shares the sequences of an optimizer step among pipelines, and ds_config.json does not '
             'say how many there are. Set "train_batch_size" to the global batch.'
         )
-    if len(set(known.values())) > 1:
-        listed = " and ".join(f'"{key}" is {value}' for key, value in known.items())
+    if len(set(written.values())) > 1:
+        listed = " and ".join(f'"{key}" is {value}' for key, value in written.items())
         raise ConfigError(
             f'{listed}. With "parallel": "full" all ranks are one worker, whose batch is the global one: make them '
             "equal, or leave one out."
         )
-    return next(iter(known.values()))
+    return next(iter(written.values()))
 
 
 def check_pipelines_searchable(facts: JobFacts) -> None:
-    """Refuse what is impossible whatever is measured. Raises `ConfigError`, or `ModelError`: no cost model fits."""
+    """Refuse jobs whose search must fail on any devices. Raises `ConfigError`, or `ModelError`: no cost model."""
     check_pipeline_section(facts.section)
     global_batch_of(facts.training)
     _spec_of(facts)
@@ -135,12 +150,12 @@ def search_pipelines(
     """Search for the fastest pipelines of a job.
 
     Args:
-        measured: the live ranks, where the section says ``"cluster": "measure"``.
+        measured: cluster of the live ranks, if the section says ``"cluster": "measure"``.
 
     Raises:
         ConfigError: see `global_batch_of`; or the cluster has another number of devices than the job has ranks.
         ModelError: no cost model describes the model.
-        PlanError: nothing fits, and the message says which stage lacks how many GiB; or see `expect_trainable`.
+        PlanError: no plan fits, with the stage and the GiB that it lacks; or see `expect_trainable`.
     """
     job, section = facts.job, facts.job.section
     cluster = measured if measured is not None else load_cluster(section.cluster)
@@ -173,13 +188,13 @@ def _spec_of(facts: JobFacts) -> ModelSpec:
 def pipelines_workload(
     facts: JobFacts, *, on_host: bool, seq_len: int | None = None, checkpointing: bool | None = None
 ) -> Workload:
-    """Return the workload of one pipeline, without batches. Raises `PlanError`: no length of sequences.
+    """Return the workload of one pipeline, without batches. Raises `PlanError`: the tokens of a sequence are unknown.
 
-    Owned elements have values and optimizer state in fp32, whatever the parameters are.
+    The owner of an element keeps its value and optimizer state in fp32, whatever the data type of the parameters.
 
     Args:
-        seq_len: tokens of a sequence, where the job does not say.
-        checkpointing: of activations; None for what the model says.
+        seq_len: tokens of a sequence, used if the section does not set them.
+        checkpointing: whether activations are checkpointed; None for the model's own setting.
     """
     model = facts.model if facts.model.max_seq_len else replace(facts.model, max_seq_len=seq_len)
     work = workload_of(replace(facts, model=model), 1, on_host=on_host)

@@ -1,7 +1,7 @@
-"""Facts of the outside world for the start of a job, as values, and the workload that cost models see.
+"""Facts of section, model and training for the start of a job, and the cost models' workload made from them.
 
-Each framework's folder in `ds_hetero.frameworks` reads them once; nothing in this package sees a configuration of
-DeepSpeed's or a model of transformers'. Imports no torch.
+Each framework's folder in `ds_hetero.frameworks` reads the facts once; nothing in this package sees a DeepSpeed
+configuration or a transformers model. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ class ModelFacts:
     name: str  # the model's class, or its preset
     num_heads: int  # query heads
     num_kv_heads: int  # key/value heads
-    spec: ModelSpec | None = None  # its shape, as cost models see it; None where none describes its layers
+    spec: ModelSpec | None = None  # its shape for cost models; None if they do not know its layers
     no_spec_reason: str = ""  # why ``spec`` is None
     dtype: str = "bfloat16"  # of its parameters, such as ``"float32"``
     element_bytes: int = 2  # of ``dtype``
-    max_seq_len: int | None = None  # tokens of the longest sequence that it is made for; None where it does not say
+    max_seq_len: int | None = None  # tokens of its longest sequence; None if the configuration does not say
     trained_share: float = 1.0  # share of its parameters that are trained
     causal: bool = True  # whether its attention is causal
     checkpointing: bool = False  # whether the activations of every layer are checkpointed
-    offloads_checkpoints: bool = False  # whether what is checkpointed is kept in the host's memory
-    head_dim: int | None = None  # width of a head, of the widest where layers differ; None where the model does not say
+    offloads_checkpoints: bool = False  # whether checkpointed activations are offloaded to the host
+    head_dim: int | None = None  # of the widest heads, if layers differ; None if the configuration does not say
     softcap: float | None = None  # bound of its attention scores, see `kernels.Scores`; None for no bound
-    is_split: bool = True  # whether it is switched to our attention; False for a module that every rank runs whole
+    is_split: bool = True  # whether ranks share its sequences by our attention; False if every rank runs whole samples
 
     def expect_spec(self, *, by_memory: bool = False) -> ModelSpec:
         """Return the shape. Raises `ModelError`: no cost model describes the model's layers.
 
         Args:
-            by_memory: it is needed for ``"zero_partition": "memory"``, and not for a schedule.
+            by_memory: whether ``"zero_partition": "memory"`` needs the shape, and not the search for a schedule.
         """
         if self.spec is None and by_memory:
             raise ModelError(
@@ -59,7 +59,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingFacts:
-    """Facts of the training from the configuration. A value that is left out or still ``"auto"`` has its default."""
+    """Facts of the training from the configuration; a value left out, or still ``"auto"``, has its default here."""
 
     zero_stage: int = 0  # 0 to 3
     train_batch_size: int | None = None  # sequences of an optimizer step over all replicas, if given
@@ -77,32 +77,37 @@ class TrainingFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class JobFacts:
-    """All that is read before a job starts, by every rank; they must agree."""
+    """All facts that every rank reads before a job starts, and that must agree."""
 
     section: HeterogeneitySection  # the "heterogeneity" section
-    model: ModelFacts  # what is trained
-    training: TrainingFacts  # how it is trained
-    sp_sizes: Mapping[str, int | None] = field(default_factory=dict)  # sequence-parallel, by source
+    model: ModelFacts
+    training: TrainingFacts
+    sp_sizes: Mapping[str, int | None] = field(default_factory=dict)  # sequence-parallel size by source
 
 
 FP32_BYTES, MIXED_PRECISION_BYTES = 4, 2
 
 
 def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workload:
-    """Build the workload of one replica. Raises `PlanError`: nothing says how long sequences are.
+    """Build the workload of one replica. Raises `PlanError`: the tokens of a sequence are unknown.
 
-    What neither the model nor the configuration states, such as an optimizer other than Adam, is assumed to be usual.
+    The optimizer is taken to be Adam, whichever it is.
 
     Args:
-        facts: of the job; the section's ``seq_len`` and ``zero_partition`` are used.
-        on_host: devices are CPUs, so that nothing can be offloaded to the host.
+        facts: of the job; the section's ``seq_len``, ``zero_partition``, ``zero_within`` and ``tile_tokens`` are used.
+        on_host: whether devices are CPUs, so that nothing can be offloaded to the host.
     """
-    model, training, weights = facts.model, facts.training, facts.section.zero_partition
-    stage, trained = training.zero_stage, model.trained_share
+    section, model, training = facts.section, facts.model, facts.training
+    weights = section.zero_partition
+    stage, trained_share = training.zero_stage, model.trained_share
     offloads = training.offloads_optimizer or training.offloads_parameters
     element_bytes = model.element_bytes if training.mixed_precision is None else MIXED_PRECISION_BYTES
-    micro_batch, micro_batches = _batch(training, num_replicas)
+    gradient_bytes = FP32_BYTES if training.accumulates_in_fp32 else element_bytes
+    # A master copy in fp32, which ZeRO's optimizers keep even of fp32 parameters; then Adam's two moments.
     master_bytes = 0 if stage == 0 and element_bytes == FP32_BYTES else FP32_BYTES
+    optimizer_bytes = master_bytes + 2 * FP32_BYTES
+    micro_batch, micro_batches = _batch(training, num_replicas)
+    is_tiled = section.tile_tokens is not None  # without tiles, models return the logits of all tokens of a shard
     return Workload(
         seq_len=_seq_len(facts),
         micro_batch=micro_batch,
@@ -110,18 +115,19 @@ def workload_of(facts: JobFacts, num_replicas: int, *, on_host: bool) -> Workloa
         causal=model.causal,
         zero_stage=stage,
         zero_weights=tuple(weights) if isinstance(weights, list) and num_replicas == 1 else None,
-        zero_within=facts.section.zero_within is not None and num_replicas == 1 and stage == 3 and not offloads,
+        zero_within=section.zero_within is not None and num_replicas == 1 and stage == 3 and not offloads,
         activation_checkpointing=model.checkpointing,
-        tiled_logits=facts.section.tile_tokens is not None,  # else models return the logits of all tokens of a shard
-        tiled_mlp=facts.section.tile_tokens is not None,
-        tile_tokens=facts.section.tile_tokens,
+        tiled_logits=is_tiled,
+        tiled_mlp=is_tiled,
+        tile_tokens=section.tile_tokens,
         element_bytes=element_bytes,
-        gradient_bytes=(FP32_BYTES if training.accumulates_in_fp32 else element_bytes) * trained,
-        optimizer_bytes=(master_bytes + 2 * FP32_BYTES) * trained,
+        gradient_bytes=gradient_bytes * trained_share,
+        optimizer_bytes=optimizer_bytes * trained_share,
         offload_activations=model.checkpointing and model.offloads_checkpoints and not on_host,
         offload_optimizer=stage > 0 and not on_host and training.offloads_optimizer,
         offload_parameters=stage == 3 and not on_host and training.offloads_parameters,
-        buffers=replace(training.buffers, optimizer_bytes=2 * FP32_BYTES if on_host else 0),  # fused on GPUs alone
+        # Only Adam on GPUs is fused; that on CPUs makes two temporaries of every element.
+        buffers=replace(training.buffers, optimizer_bytes=2 * FP32_BYTES if on_host else 0),
         data_parallel=num_replicas,
     )
 
@@ -137,7 +143,11 @@ def _seq_len(facts: JobFacts) -> int:
 
 
 def _batch(training: TrainingFacts, num_replicas: int) -> tuple[int, int]:
-    """Sequences of a micro-batch and micro-batches of a step, the missing one from the others as DeepSpeed does."""
-    steps, total = training.accumulation_steps or 0, (training.train_batch_size or 0) // num_replicas
-    micro = training.micro_batch_size or total // (steps or 1) or 1
-    return micro, steps or max(total // micro, 1)
+    """Return the sequences of a micro-batch, and the micro-batches of a step, of one replica.
+
+    A missing number follows from the others, as in DeepSpeed: 16 sequences of a step in 4 micro-batches are 4 each.
+    """
+    steps = training.accumulation_steps or 0  # 0: not set
+    step_samples = (training.train_batch_size or 0) // num_replicas
+    micro_batch = training.micro_batch_size or step_samples // (steps or 1) or 1
+    return micro_batch, steps or max(step_samples // micro_batch, 1)

@@ -1,4 +1,4 @@
-"""Words for what is predicted of a job's schedules or pipelines, as rank 0 and ``ds-hetero doctor`` say it."""
+"""Texts on the predicted schedules or pipelines of a job, printed by rank 0 and ``ds-hetero doctor``."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from ds_hetero.planner.zero_stage import faster_zero_stage
 from ds_hetero.values.plans import Pipeline, Plan, Stage
 from ds_hetero.values.schedule import Schedule
 
-_SHOWN = 8  # groups of a schedule, replicas or pipelines of a job, and ranks of a stage, that are named
+_SHOWN = 8  # pipelines of a job, and ranks of a stage, that a text lists; chosen, never measured
 
 
 def forecast_text(forecasts: Sequence[Forecast]) -> str:
-    """A table of who does what, and the prediction; replicas that are alike have one table."""
-    alike: dict[tuple[Cluster, Workload, Schedule], list[int]] = {}
+    """Return a table of the ranks' shares with the prediction, one for all replicas that are equal."""
+    equal_replicas: dict[tuple[Cluster, Workload, Schedule], list[int]] = {}
     for number, forecast in enumerate(forecasts):
         cost = forecast.cost
-        alike.setdefault((cost.cluster, cost.workload, forecast.schedule.shifted(0)), []).append(number)
+        key = cost.cluster, cost.workload, forecast.schedule.shifted(0)
+        equal_replicas.setdefault(key, []).append(number)
     parts = []
-    for numbers in alike.values():
+    for numbers in equal_replicas.values():
         title_prefix = f"replica {', '.join(map(str, numbers))}: " if len(forecasts) > 1 else ""
         forecast = forecasts[numbers[0]]
         parts.append(f"{_replica_table(forecast, title_prefix)}\n{_prediction_lines(forecast)}")
@@ -42,21 +43,22 @@ def _replica_table(forecast: Forecast, title_prefix: str) -> str:
     cost, schedule, prediction = forecast.cost, forecast.schedule, forecast.prediction
     title = f"{title_prefix}{describe(schedule.shifted(0), cost.cluster)}; {schedule.layout}"
     columns = ("ring", "rank", "device", "tokens", "share", "heads", "memory GiB", "of")
-    seq_len, first = cost.workload.seq_len, schedule.ranks[0]
-    tokens, rows = schedule.tokens(seq_len), []
+    seq_len, first_rank = cost.workload.seq_len, schedule.ranks[0]
+    tokens = schedule.tokens(seq_len)
+    rows = []
     for position, group in enumerate(schedule.ring_groups):
         for rank, heads in sorted(zip(group.ranks, group.heads, strict=True)):
-            own = rank - first
+            index = rank - first_rank  # in the replica's cluster, whose ranks begin at 0
             rows.append(
                 (
                     str(position),
                     str(rank),
-                    cost.cluster.devices[own].name,
+                    cost.cluster.devices[index].name,
                     f"{tokens[rank]:,}",
                     f"{tokens[rank] / seq_len:.1%}",
                     str(heads),
-                    f"{prediction.memory_bytes[own] / GIB:.2f}",
-                    f"{cost.capacity_bytes_D[own] / GIB:.2f}",
+                    f"{prediction.memory_bytes[index] / GIB:.2f}",
+                    f"{cost.capacity_bytes_D[index] / GIB:.2f}",
                 )
             )
     return framed_table(columns, rows, title, numbers=True, width=118)
@@ -65,14 +67,12 @@ def _replica_table(forecast: Forecast, title_prefix: str) -> str:
 def _prediction_lines(forecast: Forecast) -> str:
     cost, prediction, planned = forecast.cost, forecast.prediction, forecast.planned
     work, terms = cost.workload, prediction.terms
-    shares = ", ".join(
-        f"{name} {seconds / prediction.block_s:.0%}"
-        for name, seconds in (
-            ("non-attention", terms.non_attention_s),
-            ("all-to-all", terms.all_to_all_s),
-            ("ring steps", terms.ring_steps_s),
-        )
-    )
+    seconds_of_term = {
+        "non-attention": terms.non_attention_s,
+        "all-to-all": terms.all_to_all_s,
+        "ring steps": terms.ring_steps_s,
+    }
+    shares = ", ".join(f"{name} {seconds / prediction.block_s:.0%}" for name, seconds in seconds_of_term.items())
     batches = f"{work.micro_batches} micro-batch{'es' if work.micro_batches > 1 else ''} of "
     lines = [
         f"for {cost.model.name}, {batches}{work.micro_batch} x {work.seq_len:,} tokens per step, ZeRO-{work.zero_stage}"
@@ -86,21 +86,26 @@ def _prediction_lines(forecast: Forecast) -> str:
         lines.append(f"not in it:  copies to and from the host and what it computes there, for the {offloaded}")
     if prediction.reason:
         lines.append(f"memory:     {prediction.reason}")
-    at_3 = work.zero_stage == 3  # another stage is the configuration's to choose
-    other = faster_zero_stage(cost, forecast.schedule.shifted(0), prediction.iteration_s) if at_3 else None
-    if other is not None and other.within:
-        lines.append(f"ZeRO:       stage {other.name} would take {time_text(other.iteration_s)} per step, and fits")
+    # Only ZeRO-3 within nodes is advised: the section sets it. Any other stage is a choice of ds_config.json.
+    faster_stage = None
+    if work.zero_stage == 3:
+        faster_stage = faster_zero_stage(cost, forecast.schedule.shifted(0), prediction.iteration_s)
+    if faster_stage is not None and faster_stage.within:
+        step_text = time_text(faster_stage.iteration_s)
+        lines.append(f"ZeRO:       stage {faster_stage.name} would take {step_text} per step, and fits")
     if planned is not None:
         lines.append(f"searched:   {time_text(planned.search_s)}; {_against_baselines(planned)}")
     return "\n".join(lines)
 
 
 def _offloaded(work: Workload) -> str:
-    kept = {"optimizer state": work.offload_optimizer, "parameters": work.offload_parameters}
-    return " and the ".join(name for name, is_offloaded in kept.items() if is_offloaded)
+    """``optimizer state and the parameters``; empty without offloads."""
+    offloads = {"optimizer state": work.offload_optimizer, "parameters": work.offload_parameters}
+    return " and the ".join(name for name, is_offloaded in offloads.items() if is_offloaded)
 
 
 def _against_baselines(planned: PlannedSchedule) -> str:
+    """``1.31 x usp 2x8, no ring``."""
     parts = []
     for kind, prediction in planned.baselines.items():
         if prediction is None:
@@ -112,7 +117,7 @@ def _against_baselines(planned: PlannedSchedule) -> str:
 
 
 def pipelines_text(plan: Plan) -> str:
-    """A line that counts, and one per pipeline: ``3 x 1 samples: ranks 0, 1 (tensor) layers 0-3, rank 2 layer 3``."""
+    """Return totals, and a line per pipeline: ``3 x 1 samples: ranks 0, 1 (tensor) layers 0-3, rank 2 layer 4``."""
     count = len(plan.pipelines)
     lines = [f"{len(plan.ranks)} ranks in {count} pipeline{'s' if count > 1 else ''}"]
     lines += [f"  {_pipeline_text(pipeline)}" for pipeline in plan.pipelines[:_SHOWN]]
@@ -122,7 +127,7 @@ def pipelines_text(plan: Plan) -> str:
 
 
 def searched_text(searched: SearchedPipelines) -> str:
-    """The prediction of a plan that `search_pipelines` found, the reasons, and the rivals that it has beaten."""
+    """Return the prediction of a plan from `search_pipelines`, its reasons, and its gain over the baselines."""
     planned, predicted = searched.planned, searched.plan.predicted or {}
     recomputed = "with" if searched.plan.activation_checkpointing else "without"
     lines = [
@@ -143,7 +148,7 @@ def searched_text(searched: SearchedPipelines) -> str:
 
 
 def judged_text(costs: StageCosts, finished: Finished) -> str:
-    """The prediction of a given plan, from `judge_given`, and what decides it."""
+    """Return the prediction of a plan from `judge_given`, and its reasons."""
     lines = [f"predicted:  {time_text(finished.step_s)} per step"]
     lines += [f"{'why:' if i == 0 else '':12}{reason}" for i, reason in enumerate(reasons_of(costs, finished))]
     return "\n".join(lines)
@@ -158,7 +163,8 @@ def _stage_text(stage: Stage) -> str:
     shown = ", ".join(map(str, stage.ranks[:_SHOWN])) + (", ..." if len(stage.ranks) > _SHOWN else "")
     start, stop = stage.layers or (0, 0)
     ranks = f"rank {shown}" if len(stage.ranks) == 1 else f"ranks {shown} ({stage.inner})"
-    return f"{ranks} layer{f's {start}-{stop - 1}' if stop - start > 1 else f' {start}'}"
+    layers = f"layers {start}-{stop - 1}" if stop - start > 1 else f"layer {start}"
+    return f"{ranks} {layers}"
 
 
 def _memory_text(predicted: JsonObject) -> str:

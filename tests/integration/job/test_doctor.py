@@ -52,7 +52,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "unknown key": ({"heterogeneity": {"schedul": "ring"}}, {}, 'did you mean "schedule"?'),
     "auto": ({"heterogeneity": {"layout": "auto"}}, {}, "accelerate refuses"),
     "wrong value": ({"heterogeneity": {**UNEVEN, "layout": "zig"}}, {}, '"heterogeneity.layout": "zig"'),
-    "no file": ({"heterogeneity": {"schedule": "nowhere.json"}}, {}, '"nowhere.json" is no file'),
+    "no file": ({"heterogeneity": {"schedule": "nowhere.json"}}, {}, '"nowhere.json" is neither a file nor a strategy'),
     "other heads": ({"heterogeneity": UNEVEN}, {"num_attention_heads": 8}, "the model has 8 and 2"),
     "other world": ({"heterogeneity": {"schedule": UNEVEN_4}}, {}, "the job has 2"),
     "other size": ({"heterogeneity": UNEVEN, "sequence_parallel_size": 1}, {}, "size of ds_config is 1"),

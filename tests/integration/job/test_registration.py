@@ -218,7 +218,7 @@ ERRORS = {
         "sequence-parallel size is given twice: sequence_parallel_size of ds_config=1, mesh_param of deepspeed",
     ),
     "tensor parallelism": ("ConfigError", '"tensor_parallel.autotp_size": 2: tensor parallelism of DeepSpeed cannot'),
-    "no file": ("ConfigError", '"nowhere.json" is no file'),
+    "no file": ("ConfigError", '"nowhere.json" is neither a file nor a strategy'),
     "another model": ("ScheduleError", "the schedule is for num_heads=4, num_kv_heads=2; the model has 8 and 2"),
     "too many ranks": ("ScheduleError", "the schedule has 3 ranks, the job has 2"),
     "a kernel that no rank has": (

@@ -273,7 +273,7 @@ def test_section_and_plan_file_are_read_once_for_a_job(tmp_path: Path) -> None:
     file.unlink()
     assert registry.request_of({**ds_config, "bf16": {"enabled": True}}) is request
     registry.forget_request()
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is neither a file nor a strategy"):
         registry.request_of(ds_config)
 
 

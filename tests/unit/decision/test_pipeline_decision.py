@@ -100,7 +100,7 @@ def test_a_key_that_has_nothing_to_say_in_some_stages_is_named():
     plan = {"version": 2, "model": {"num_layers": 2, "num_heads": 4, "num_kv_heads": 4}}
     plan["pipelines"] = [{"micro_batch_size": 1, "micro_batches": 4, "stages": stages}]
     (line,) = idle_keys(read_section({"attention": "torch"}), read_plan(plan))
-    assert '"heterogeneity.attention" has nothing to say in stages that are "inner": "one"' in line
+    assert '"heterogeneity.attention" has no effect in stages with "inner": "one"' in line
     assert not idle_keys(read_section({"tile_tokens": 8}), read_plan(plan))
 
 

@@ -374,7 +374,11 @@ def test_a_forecast_lists_equal_replicas_once() -> None:
 @pytest.mark.parametrize(
     ("section", "kind", "says"),
     [
-        ({"schedule": "ulyses"}, ConfigError, r'"ulyses" is no file \(did you mean "ulysses"\?\). It takes the path'),
+        (
+            {"schedule": "ulyses"},
+            ConfigError,
+            r'"ulyses" is neither a file nor a strategy \(did you mean "ulysses"\?\). It takes the path',
+        ),
         (
             {"schedule": {**INLINE, "num_heads": 12}},
             ScheduleError,
