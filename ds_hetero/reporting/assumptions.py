@@ -1,4 +1,4 @@
-"""Assumptions of a plan in one line, which stands below every answer of the planner."""
+"""Assumptions of a plan in one line, printed below every result of the planner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_hetero.reporting.scenario import PlanScenario
 
 
 def assumptions(scenario: PlanScenario) -> list[str]:
-    """Assumptions about network, devices and training, each in a few words."""
+    """Return the assumptions on network, devices and training, each in a few words."""
     work = scenario.workload
     nodes: list[Node] = []
     network: list[str] = []
@@ -39,7 +39,7 @@ def assumed_line(scenario: PlanScenario) -> str:
 
 
 def _ports(nodes: Sequence[Node]) -> list[str]:
-    """How the devices of a node share its NICs."""
+    """Assumptions on the NICs of the nodes."""
     words = []
     rates = [node.nic_bytes_per_s for node in nodes if node.nic_bytes_per_s is not None]
     if rates:
@@ -51,15 +51,18 @@ def _ports(nodes: Sequence[Node]) -> list[str]:
 
 
 def _hosts(nodes: Sequence[Node], work: Workload) -> list[str]:
-    """What offloads assume of the hosts' memory."""
+    """Assumptions on the hosts' memory, into which devices offload."""
     words = []
-    devices = [device for node in nodes for device in node.devices]
-    shared = dict.fromkeys(device.name for device in devices if device.shares_host_memory)
-    if shared:
-        words.append(f"offloads free nothing of {' and '.join(shared)}, whose memory is the machine's")
-    with_own_memory = [node for node in nodes if not all(device.shares_host_memory for device in node.devices)]
-    if work.offloads and with_own_memory:
-        if any(node.host_memory_bytes is None for node in with_own_memory):
+    sharing_devices: dict[str, None] = {}  # names of devices whose memory is the machine's
+    offloading_nodes = []  # nodes with a device that has its own memory
+    for node in nodes:
+        sharing_devices.update(dict.fromkeys(device.name for device in node.devices if device.shares_host_memory))
+        if not all(device.shares_host_memory for device in node.devices):
+            offloading_nodes.append(node)
+    if sharing_devices:
+        words.append(f"offloads free nothing of {' and '.join(sharing_devices)}, whose memory is the machine's")
+    if work.offloads and offloading_nodes:
+        if any(node.host_memory_bytes is None for node in offloading_nodes):
             words.append("machines have the memory that offloads need (--host-memory, host_memory_gib)")
         else:
             words.append(f"offloads may take {USABLE_HOST_FRACTION:.0%} of a machine's memory")
@@ -67,6 +70,6 @@ def _hosts(nodes: Sequence[Node], work: Workload) -> list[str]:
 
 
 def _through_host(node: Node) -> bool:
-    """Whether devices of a node cannot write into each other's memory."""
+    """Whether devices of a node exchange data through the host's memory, as their driver has no peer-to-peer."""
     names = [device.name for device in node.devices]
     return len(names) > 1 and any(name in CATALOGUE and not CATALOGUE[name].peer_to_peer for name in names)

@@ -1,6 +1,6 @@
-"""A plan with its scenario: what a plan file says for reports, traces and predictions.
+"""A plan with its scenario, from which reports, traces and predictions are made.
 
-Jobs read such a file as any other plan and ignore its scenario; `ds-hetero report` and `ds-hetero trace` need it.
+A job reads the file as that of any plan and ignores the scenario; `ds-hetero report` and `ds-hetero trace` need it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ds_hetero.values.schedule import Schedule
 class DescribedPlan:
     """A plan with its scenario. Raises `PlanError`: the clusters do not have the plan's ranks."""
 
-    plan: Plan  # what the job does
-    scenario: PlanScenario  # what it was made for
+    plan: Plan
+    scenario: PlanScenario
 
     def __post_init__(self) -> None:
         num_devices = sum(cluster.num_ranks for cluster in self.scenario.clusters)
@@ -38,37 +38,37 @@ class DescribedPlan:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas, which is pipelines of one stage; 0 for a plan of pipelines."""
+        """Number of replicas; 0 for a plan of pipelines."""
         return len(self.plan.pipelines) if self.plan.is_replicas else 0
 
     def cluster_of(self, replica: int) -> Cluster:
-        """The devices of one replica, numbered from 0."""
+        """Return the cluster of one replica, whose ranks begin at 0."""
         if len(self.scenario.clusters) > 1:
             return self.scenario.clusters[replica]
         ranks = self.plan.schedules[replica].ranks
         return self.scenario.clusters[0].part(ranks[0], ranks[-1] + 1)
 
     def schedule_of(self, replica: int) -> Schedule:
-        """The schedule of one replica, whose ranks begin at 0."""
+        """Return the schedule of one replica, whose ranks begin at 0."""
         return self.plan.schedules[replica].shifted(0)
 
     def cost_of(self, replica: int) -> CostModel:
-        """The cost model of one replica with its own batches."""
+        """Return the cost model of one replica, with the replica's batches."""
         workload, pipeline = self.scenario.workload, self.plan.pipelines[replica]
         if pipeline.micro_batches is not None and pipeline.micro_batch_size is not None:
             workload = replace(workload, micro_batch=pipeline.micro_batch_size, micro_batches=pipeline.micro_batches)
-        if self.num_replicas > 1:
-            workload = replace(workload, zero_cluster=self._whole_cluster)
+        if self.num_replicas > 1:  # ZeRO shards over the ranks of all replicas
+            workload = replace(workload, zero_cluster=self._cluster_of_all)
         return make_cost_model(self.scenario.cost_model, self.cluster_of(replica), self.scenario.model, workload)
 
     @property
-    def _whole_cluster(self) -> Cluster | None:
-        """The devices of all replicas, where one cluster describes them."""
+    def _cluster_of_all(self) -> Cluster | None:
+        """The cluster of all replicas; None if the scenario has one per replica."""
         clusters = self.scenario.clusters
         return clusters[0] if len(clusters) == 1 else None
 
     def to_dict(self) -> JsonDict:
-        """Return the content of a plan file, which a job reads too."""
+        """Return the content of a plan file, which jobs read, too."""
         if self.num_replicas == 1 and self.plan.batch_split is None:
             content = self.plan.schedules[0].to_dict()
         elif self.num_replicas:
@@ -79,7 +79,7 @@ class DescribedPlan:
 
 
 def read_described_plan(path: str | Path) -> DescribedPlan | Plan:
-    """Read a plan file, or the output of ``ds-hetero plan --json``; a plan without scenario comes alone.
+    """Read a plan file, or the output of ``ds-hetero plan --json``; a plan without a scenario is returned as a `Plan`.
 
     Raises:
         PlanError, ScheduleError: the file cannot be read, is of another version, or is wrong.

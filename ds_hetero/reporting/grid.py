@@ -1,7 +1,7 @@
-"""Values behind the sliders of the page: predictions at points of a grid, computed when the page is made.
+"""Predictions behind the sliders of the page, at the points of a grid, computed when the page is made.
 
-A point is a length, a factor on the speed of links, and a card that is taken away. At each one there are up to two
-answers: this plan, as it is, and a plan made anew.
+A point is a length of sequences, a factor on the speed of links, and a card that is removed. Every point has up to two
+answers: the prediction of this plan, and that of a plan that is searched for the point.
 """
 
 from __future__ import annotations
@@ -22,79 +22,92 @@ from ds_hetero.values.schedule import Schedule
 
 LENGTH_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 LINK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-MAX_REMOVALS = 4
-MAX_LISTED_RANKS = 64  # of which a point lists tokens, heads and memory
+MAX_REMOVALS = 4  # each adds 25 points, of which some are searched; chosen, never measured
+MAX_LISTED_RANKS = 64  # with more ranks, a point does not list their tokens, heads and memory; chosen, never measured
 
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A card that is taken away."""
+    """A card that is removed."""
 
     name: str  # for people
-    rank: int | None  # of the cluster; None for all cards as they are
+    rank: int | None  # of the cluster; None removes none
 
 
 @dataclass(frozen=True, slots=True)
 class GridPoint:
-    """One place of the sliders."""
+    """One position of the sliders."""
 
     seq_len: int  # tokens of a sequence
-    link_factor: float  # on the speed of links between machines, or inside the only one
+    link_factor: float  # on the speed of links between machines, or inside the only machine
     removal: int  # index of `removals_of`
-    cost: CostModel  # cost model there
+    cost: CostModel  # of the cluster and length at this point
 
 
 def removals_of(cluster: Cluster) -> list[Removal]:
-    """Nothing, and one card of every kind in every machine, the last of its kind first."""
-    out = [Removal("no card", None)]
-    seen = set()
-    for rank in reversed(range(cluster.num_ranks if cluster.num_ranks > 1 else 0)):
+    """Return the removal of no card, and that of one card of every kind in every machine, from the last rank on."""
+    removals = [Removal("no card", None)]
+    if cluster.num_ranks == 1:
+        return removals
+    seen_kinds = set()
+    for rank in reversed(range(cluster.num_ranks)):
         kind = int(cluster.node_of_rank[rank]), cluster.devices[rank].name
-        if kind not in seen and len(out) <= MAX_REMOVALS:
-            seen.add(kind)
-            out.append(Removal(cluster.rank_name(rank), rank))
-    return out
+        if kind not in seen_kinds and len(removals) <= MAX_REMOVALS:
+            seen_kinds.add(kind)
+            removals.append(Removal(cluster.rank_name(rank), rank))
+    return removals
 
 
 def points_of(described: DescribedPlan) -> Iterator[GridPoint]:
-    """The points of a plan of one replica: lengths first, then links, then cards."""
+    """Yield the points of a plan of one replica; lengths change fastest, then links, then cards."""
     cost = described.cost_of(0)
     for number, removal in enumerate(removals_of(cost.cluster)):
-        left = cost.cluster if removal.rank is None else cost.cluster.without([removal.rank])
         workload = cost.workload
-        if removal.rank is not None and workload.zero_weights is not None:
-            weights = [weight for rank, weight in enumerate(workload.zero_weights) if rank != removal.rank]
-            workload = replace(workload, zero_weights=tuple(weights) if any(weights) else None)
+        if removal.rank is None:
+            remaining = cost.cluster
+        else:
+            remaining = cost.cluster.without([removal.rank])
+            if workload.zero_weights is not None:
+                weights = [weight for rank, weight in enumerate(workload.zero_weights) if rank != removal.rank]
+                workload = replace(workload, zero_weights=tuple(weights) if any(weights) else None)
         for factor in LINK_FACTORS:
-            cluster = scaled_links(left, factor)
+            cluster = scaled_links(remaining, factor)
             for seq_len in _lengths(cost.workload.seq_len, cost.cluster.num_ranks):
-                model_there = make_cost_model(cost.name, cluster, cost.model, replace(workload, seq_len=seq_len))
-                yield GridPoint(seq_len, factor, number, model_there)
+                point_cost = make_cost_model(cost.name, cluster, cost.model, replace(workload, seq_len=seq_len))
+                yield GridPoint(seq_len, factor, number, point_cost)
 
 
 def grid_of(described: DescribedPlan) -> JsonDict | None:
     """Return the grid as data for the page; None for plans of several replicas or of pipelines.
 
-    "this" is the plan as it is, and without a card the plan that is best without it today; "anew" is the plan that is
-    best at the point, searched where at most one slider has moved.
+    ``"this"`` is the prediction of the plan; after the removal of a card, of the best plan for the other cards with
+    today's length and links. ``"anew"`` is the prediction of the best plan at the point; it is searched only if at most
+    one slider has moved, as every search takes seconds.
     """
     if described.num_replicas != 1:
         return None
-    own, cost = described.schedule_of(0), described.cost_of(0)
-    schedules: list[Schedule] = [own]
+    schedule, cost = described.schedule_of(0), described.cost_of(0)
+    schedules: list[Schedule] = [schedule]  # to which answers refer by index
     points = list(points_of(described))
-    best: dict[int, Schedule | None] = {0: own}
+    this_plan: dict[int, Schedule | None] = {0: schedule}  # by removal
     for point in points:
         if point.removal and _is_today(point, cost):
-            best[point.removal] = _best(point.cost)
+            this_plan[point.removal] = _best(point.cost)
     answers = []
     for point in points:
-        kept = best[point.removal]
-        moved = (point.seq_len != cost.workload.seq_len) + (point.link_factor != 1.0) + (point.removal != 0)
-        is_found = point.removal and _is_today(point, cost)
-        searched = kept if is_found else _best(point.cost) if moved <= 1 else None
-        this = None if kept is None else _answer(point.cost, kept, schedules)
-        answers.append({"this": this, "anew": None if searched is None else _answer(point.cost, searched, schedules)})
+        this = this_plan[point.removal]
+        num_moved = (point.seq_len != cost.workload.seq_len) + (point.link_factor != 1.0) + (point.removal != 0)
+        anew = None
+        if point.removal and _is_today(point, cost):
+            anew = this  # has been searched above
+        elif num_moved <= 1:
+            anew = _best(point.cost)
+        answers.append(
+            {
+                "this": None if this is None else _answer(point.cost, this, schedules),
+                "anew": None if anew is None else _answer(point.cost, anew, schedules),
+            }
+        )
     return {
         "lengths": _lengths(cost.workload.seq_len, cost.cluster.num_ranks),
         "links": list(LINK_FACTORS),
@@ -120,7 +133,7 @@ def _link_text(cluster: Cluster) -> str:
 
 
 def _best(cost: CostModel) -> Schedule | None:
-    """The planner's schedule; None where nothing fits."""
+    """The planner's schedule; None if no schedule fits."""
     try:
         return planning.plan(cost.cluster, cost.model, cost.workload, cost_model=cost.name).schedule
     except HeteroError:
@@ -128,6 +141,7 @@ def _best(cost: CostModel) -> Schedule | None:
 
 
 def _answer(cost: CostModel, schedule: Schedule, schedules: list[Schedule]) -> JsonDict:
+    """Prediction of a schedule as data, which names the schedule by its index; a new one is added to ``schedules``."""
     try:
         prediction = cost.predict(schedule)
     except HeteroError as error:
@@ -147,7 +161,7 @@ def _answer(cost: CostModel, schedule: Schedule, schedules: list[Schedule]) -> J
 
 
 def _ranks(cost: CostModel, schedule: Schedule, prediction: Prediction) -> list[list[Any]]:
-    """Device, tokens, heads, memory of every rank, as text and numbers."""
+    """Device, tokens, heads and memory of every rank, as a row of the page's table."""
     tokens = schedule.tokens(cost.workload.seq_len)
     heads = heads_of(schedule)
     return [

@@ -1,9 +1,12 @@
-"""Files that start a plan on its hosts, also where hosts have different numbers of devices.
+"""Launch files of a plan: they start it on its hosts, which may have different numbers of devices.
 
-Ranks are numbered in the order of the nodes, so every launcher must be told which host is which. torchrun does that
-with its static rendezvous alone: it adds up the ranks of the hosts before by ``--node-rank``, whereas its others number
-hosts as they come. DeepSpeed takes the order of its hostfile. accelerate's own launcher gives every host the same
-number of ranks; it can start DeepSpeed's launcher on every host instead, with a filter that names the devices.
+Ranks are numbered in the order of the nodes, so every launcher needs to know the order of the hosts.
+
+    torchrun      only its static rendezvous does: ``--node-rank`` gives the order; its other ones number hosts as they
+                  arrive
+    DeepSpeed     the order of its hostfile
+    accelerate    its own launcher gives every host the same number of ranks; here it starts DeepSpeed's launcher on
+                  every host, with a filter that names the devices
 """
 
 from __future__ import annotations
@@ -26,22 +29,22 @@ _HERE = 'here=$(cd "$(dirname "$0")" && pwd)'
 
 @dataclass(frozen=True, kw_only=True)
 class JobLaunch:
-    """A start of a job."""
+    """Hosts, command and network of a job's launch."""
 
-    hosts: tuple[str, ...]  # names or addresses under which the hosts reach each other, in the order of the ranks
+    hosts: tuple[str, ...]  # names or addresses by which the hosts reach each other, in the order of the ranks
     slots: tuple[int, ...]  # ranks of every host
-    command: str = COMMAND  # script and its arguments, as words of a shell; ``-m`` before it says that it is a module
-    port: int = PORT  # of the first host, where the ranks meet
+    command: str = COMMAND  # script and arguments, as a shell reads them; for a module, ``-m`` comes first
+    port: int = PORT  # of the first host, for the rendezvous
     interface: str | None = None  # network interface between the hosts; None lets NCCL and gloo choose
 
     @classmethod
     def of(cls, nodes: Sequence[Node], *, hosts: Sequence[str] = (), **options: Any) -> JobLaunch:
-        """Start of a plan for ``nodes``, under their own names where ``hosts`` gives none."""
+        """Return the launch of a plan for ``nodes``; without ``hosts``, the nodes' names are those of the hosts."""
         names = tuple(hosts or (node.name.replace(" ", "-") for node in nodes))
         return cls(hosts=names, slots=tuple(len(node.devices) for node in nodes), **options)
 
     def check(self) -> None:
-        """Refuse what no launcher takes. Raises `PlanError`: names the option, its value and what is accepted."""
+        """Refuse values that launchers do not take. Raises `PlanError`: names the option, its value and the rule."""
         if len(self.hosts) != len(self.slots):
             raise PlanError(f"--hosts names {len(self.hosts)} hosts, and the plan is for {len(self.slots)} nodes.")
         for host in self.hosts:
@@ -50,23 +53,25 @@ class JobLaunch:
         if len(set(self.hosts)) != len(self.hosts):
             raise PlanError(f"hosts {', '.join(self.hosts)}: two have one name. Give every node its own by --hosts.")
         if not 0 < self.port < 2**16:
-            raise PlanError(f"--port {self.port} is no port; it is between 1 and 65535.")
+            raise PlanError(f"--port {self.port} is not a port number; these are 1 to 65535.")
         if not self.command.strip() or "\n" in self.command:
             raise PlanError("--command is the script and its arguments, in one line.")
         if self.interface is not None and not re.fullmatch(r"[^\s'\"$`\\/]{1,64}", self.interface):
-            raise PlanError(f"--interface {shortened(self.interface)} is no name of a network interface, such as eth0.")
+            raise PlanError(
+                f"--interface {shortened(self.interface)} is not the name of a network interface, such as eth0."
+            )
 
     @property
     def deepspeed_line(self) -> str:
-        """Line of DeepSpeed's launcher, next to the hostfile."""
+        """Command line of DeepSpeed's launcher, for a folder with the hostfile."""
         if len(self.hosts) == 1:
             return f"deepspeed --no_local_rank --num_gpus {self.slots[0]} --master_port {self.port} {self._program}"
-        meets = f"--master_addr {self.hosts[0]} --master_port {self.port}"
-        return f"deepspeed --no_local_rank --hostfile hostfile {meets} {self._program}"
+        rendezvous = f"--master_addr {self.hosts[0]} --master_port {self.port}"
+        return f"deepspeed --no_local_rank --hostfile hostfile {rendezvous} {self._program}"
 
     @property
     def hostfile(self) -> str:
-        """DeepSpeed's list of hosts."""
+        """Content of DeepSpeed's hostfile."""
         return "".join(f"{host} slots={count}\n" for host, count in zip(self.hosts, self.slots, strict=True))
 
     @property
@@ -75,7 +80,12 @@ class JobLaunch:
         return f"--module {command[3:].strip()}" if command.startswith("-m ") else command
 
     def torchrun_line(self, node: str, ranks: str) -> str:
-        """Line of torchrun for one host."""
+        """Return the command line of torchrun for one host.
+
+        Args:
+            node: number of the host, or the shell variable that has it.
+            ranks: number of the host's ranks, or the shell expression for it.
+        """
         return (
             f"torchrun --nnodes {len(self.hosts)} --node-rank {node} --nproc-per-node {ranks} "
             f"--master-addr {self.hosts[0]} --master-port {self.port} {self._program}"
@@ -83,7 +93,10 @@ class JobLaunch:
 
 
 def launch_contents(launch: JobLaunch) -> dict[str, str]:
-    """Content of every file, by its name, for one folder; scripts run in the training's. Raises `PlanError`."""
+    """Return the content of every file, by name. Raises `PlanError`: see `JobLaunch.check`.
+
+    The files belong into one folder; the scripts run in the folder of the training.
+    """
     launch.check()
     files = {
         "env.sh": _env(launch),
@@ -116,8 +129,9 @@ def _lines(*lines: str) -> str:
 
 
 def _script(*lines: str, node: bool = False) -> str:
-    takes = ["node=${1:?give the number of this host, from 0 in the order of the hostfile}"] if node else []
-    return _lines("#!/usr/bin/env bash", "set -euo pipefail", _HERE, *takes, *lines)
+    """A shell script; with ``node``, its argument is the number of the host."""
+    argument = ["node=${1:?give the number of this host, from 0 in the order of the hostfile}"] if node else []
+    return _lines("#!/usr/bin/env bash", "set -euo pipefail", _HERE, *argument, *lines)
 
 
 def _torchrun(launch: JobLaunch) -> str:
@@ -135,10 +149,11 @@ def _deepspeed(launch: JobLaunch) -> str:
 
 
 def _accelerate_config(launch: JobLaunch) -> str:
-    devices = "@".join(
-        f"{host}:{','.join(map(str, range(count)))}" for host, count in zip(launch.hosts, launch.slots, strict=True)
-    )
-    several = [
+    host_filters = []  # such as alice:0,1
+    for host, count in zip(launch.hosts, launch.slots, strict=True):
+        host_filters.append(f"{host}:{','.join(map(str, range(count)))}")
+    devices = "@".join(host_filters)
+    several_hosts = [
         "  deepspeed_multinode_launcher: nossh",
         "  deepspeed_hostfile: hostfile",
         f"  deepspeed_inclusion_filter: {devices}",
@@ -150,7 +165,7 @@ def _accelerate_config(launch: JobLaunch) -> str:
         "compute_environment: LOCAL_MACHINE",
         "distributed_type: DEEPSPEED",
         "deepspeed_config:",
-        *(several if len(launch.hosts) > 1 else []),
+        *(several_hosts if len(launch.hosts) > 1 else []),
         "  zero3_init_flag: false",
         f"num_machines: {len(launch.hosts)}",
         f"num_processes: {sum(launch.slots)}",
@@ -172,15 +187,17 @@ def _accelerate(launch: JobLaunch) -> str:
 
 
 def _slurm(launch: JobLaunch) -> str:
-    """A heterogeneous job, since one of Slurm's jobs has as many GPUs on every node; a component is a host."""
-    parts = []
+    """A heterogeneous Slurm job with a component per host, as a plain job has equally many GPUs on every node."""
+    components = []
     for node, (host, count) in enumerate(zip(launch.hosts, launch.slots, strict=True)):
-        parts += ["#SBATCH hetjob"] if node else []
-        parts.append(f"#SBATCH --nodes=1 --ntasks=1 --nodelist={host} --gpus-per-node={count} --exclusive")
-    starts = [f'srun --het-group={node} bash "$here/torchrun.sh" {node} &' for node in range(len(launch.hosts))]
+        if node > 0:
+            components.append("#SBATCH hetjob")  # separates the components
+        components.append(f"#SBATCH --nodes=1 --ntasks=1 --nodelist={host} --gpus-per-node={count} --exclusive")
     if len(launch.hosts) == 1:
         starts = ['srun bash "$here/torchrun.sh" 0 &']
+    else:
+        starts = [f'srun --het-group={node} bash "$here/torchrun.sh" {node} &' for node in range(len(launch.hosts))]
     # Slurm runs a copy of the script, so its folder is named by the one who submits it.
     here = "here=${LAUNCH_FILES:?sbatch --export=ALL,LAUNCH_FILES=FOLDER slurm.sh, FOLDER with all paths from the root}"
     waits = f"for _ in {' '.join(['host'] * len(launch.hosts))}; do wait -n; done  # ends with the first that fails"
-    return _lines("#!/usr/bin/env bash", *parts, "set -euo pipefail", here, *starts, waits)
+    return _lines("#!/usr/bin/env bash", *components, "set -euo pipefail", here, *starts, waits)

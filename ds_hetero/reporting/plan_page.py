@@ -1,4 +1,4 @@
-"""``plan.html``: a plan as one page, from what the plan's file says and, after a run, from what the run measured."""
+"""``plan.html``: a plan as one page, made from the plan file and, after a run, from the run file."""
 
 from __future__ import annotations
 
@@ -33,33 +33,40 @@ from ds_hetero.values.plans import Plan, read_plan
 
 
 def describe_with_run(plan: DescribedPlan | Plan, run: RunFile | None) -> DescribedPlan:
-    """A plan and what it was made for, from the run or its own file. Raises `PlanError`: another plan, or neither."""
-    bare, own = (plan.plan, plan.scenario) if isinstance(plan, DescribedPlan) else (plan, None)
+    """Return the plan with a scenario, from the run file if it has one, else from the plan file.
+
+    Raises:
+        PlanError: the run is of another plan, or neither file has a scenario.
+    """
+    bare_plan, scenario = (plan.plan, plan.scenario) if isinstance(plan, DescribedPlan) else (plan, None)
     if run is not None:
-        if bare.is_replicas and len(bare.pipelines) == 1 and len(run.plan.pipelines) > 1:
-            bare = read_plan(bare.schedules[0].to_dict(), len(run.plan.ranks))  # as the job repeated it
-        if plan_digest(bare) != plan_digest(run.plan) == plan_digest(bare.with_layers()):
-            bare = run.plan  # as a job of pipelines wrote it out
-        if plan_digest(bare) != plan_digest(run.plan):
+        # A job repeats a file's only schedule for all of its replicas.
+        if bare_plan.is_replicas and len(bare_plan.pipelines) == 1 and len(run.plan.pipelines) > 1:
+            bare_plan = read_plan(bare_plan.schedules[0].to_dict(), len(run.plan.ranks))
+        # A job of pipelines writes the layers of every stage, which a file may leave out.
+        if plan_digest(bare_plan) != plan_digest(run.plan) == plan_digest(bare_plan.with_layers()):
+            bare_plan = run.plan
+        if plan_digest(bare_plan) != plan_digest(run.plan):
             raise PlanError(
                 f"the run file is of another plan: its digest is {plan_digest(run.plan)}, that of the plan "
-                f"{plan_digest(bare)}. Give the plan that the job ran, or the run.json of a job that ran this plan."
+                f"{plan_digest(bare_plan)}. Give the plan that the job ran, or the run.json of a job that ran this "
+                "plan."
             )
         if run.scenario is not None:
-            own = replace(run.scenario, lengths=None if own is None else own.lengths)
-    if own is None:
+            scenario = replace(run.scenario, lengths=None if scenario is None else scenario.lengths)
+    if scenario is None:
         raise PlanError(
             'the plan file does not say what it was made for (it has no "scenario"). Write it with "ds-hetero plan ... '
             '--out FILE", or give --run with the run.json of a job that ran it.'
         )
-    return DescribedPlan(plan=bare, scenario=own)
+    return DescribedPlan(plan=bare_plan, scenario=scenario)
 
 
 def plan_page(described: DescribedPlan, run: RunFile | None = None, sliders: bool = True) -> str:
     """Return the page. Raises `PlanError`: the plan does not fit its scenario.
 
     Args:
-        sliders: with the section "What if?", for which 75 other plans are made and predicted.
+        sliders: whether to add the section "What if?", for which up to 125 points are predicted.
     """
     scenario = described.scenario
     measured = "measured is what a job wrote into its run file" if run else "nothing here was measured"
@@ -87,14 +94,14 @@ def _add_replicas(page: Page, described: DescribedPlan, run: RunFile | None) -> 
     _add_summary(page, described.scenario, costs, predictions, run)
     for replica in _unlike(described):
         schedule, cost = described.schedule_of(replica), costs[replica]
-        own = described.plan.schedules[replica].ranks
+        job_ranks = described.plan.schedules[replica].ranks
         sections = ReplicaSections(
             page=page,
             cost=cost,
             schedule=schedule,
             prediction=predictions[replica],
-            ranks=[run.ranks[rank] for rank in own] if run else [],
-            trace=[run.trace[rank] for rank in own] if run and run.trace else [],
+            ranks=[run.ranks[rank] for rank in job_ranks] if run else [],
+            trace=[run.trace[rank] for rank in job_ranks] if run and run.trace else [],
         )
         of = f" of replica {replica}" if len(costs) > 1 else ""
         label = f"Ranks{of} by machine, the links between machines, and the ring"
@@ -126,13 +133,13 @@ def _add_sliders(page: Page, described: DescribedPlan) -> None:
 
 
 def _unlike(described: DescribedPlan) -> list[int]:
-    """The first replica of every kind."""
-    seen: dict[Any, int] = {}
+    """The first replica of each set of equal ones: same schedule, devices and batches."""
+    first_replica: dict[Any, int] = {}
     for replica, pipeline in enumerate(described.plan.pipelines):
         batches = pipeline.micro_batch_size, pipeline.micro_batches
-        does = described.schedule_of(replica), described.cluster_of(replica).devices, batches
-        seen.setdefault(does, replica)
-    return list(seen.values())
+        kind = described.schedule_of(replica), described.cluster_of(replica).devices, batches
+        first_replica.setdefault(kind, replica)
+    return list(first_replica.values())
 
 
 def _add_summary(

@@ -1,7 +1,12 @@
-"""A step of real code that `python -m benchmarks.fake_gpu.played record` wrote: its file, and its trace on a cluster.
+"""File of a recorded step, from `python -m benchmarks.fake_gpu.played record`, and its trace on a cluster.
 
-The file is JSON. What ranks do again and again stands once, in ``operations`` and ``calls``, and every rank has a list
-of events: the number of an operation, ``[0, call, number]``, ``[1, number]`` for a wait, ``[2]`` where the host waits.
+The file is JSON. Operations and calls that ranks repeat are written once, in ``operations`` and ``calls``. Every rank
+has a list of events that name them:
+
+    7             the rank computes operation 7
+    [0, 3, 12]    it posts call 3, as its request number 12
+    [1, 12]       its device waits for request 12
+    [2]           its host waits for its device
 """
 
 from __future__ import annotations
@@ -27,24 +32,26 @@ class RecordedStep:
     """One optimizer step of all ranks."""
 
     name: str  # of the job, for people
-    model: str  # its name
-    cluster: str  # the file or preset for which it was planned
+    model: str  # name of the model
+    cluster: str  # file or preset for which the job was planned
     host_share: float = 1.0  # see `ds_hetero.cost.played.play`
-    events: tuple[tuple[Event, ...], ...] = field(repr=False)  # of every rank
+    events: tuple[tuple[Event, ...], ...] = field(repr=False)  # by rank
 
     def to_dict(self) -> JsonDict:
         """Return the content of the file."""
+        # Index of every operation and call, in order of first use.
         operations: dict[Operation, int] = {}
         calls: dict[PostedCall, int] = {}
 
-        def coded(event: Event) -> int | list[int]:
+        def encoded(event: Event) -> int | list[int]:
             if isinstance(event, Operation):
                 return operations.setdefault(event, len(operations))
             if isinstance(event, PostedCall):
-                return [_CALL, calls.setdefault(event._replace(number=0), len(calls)), event.number]
+                call = event._replace(number=0)  # calls that differ in their request number are the same call
+                return [_CALL, calls.setdefault(call, len(calls)), event.number]
             return [_WAIT, event.number] if isinstance(event, Wait) else [_SYNC]
 
-        ranks = [[coded(event) for event in of_rank] for of_rank in self.events]
+        ranks = [list(map(encoded, rank_events)) for rank_events in self.events]
         return {
             "version": VERSION,
             "name": self.name,
@@ -58,33 +65,12 @@ class RecordedStep:
 
     @classmethod
     def from_dict(cls, content: JsonObject) -> RecordedStep:
-        """Return the record of a file's content. Raises `PlanError`: it is not what `to_dict` writes."""
+        """Read a file's content. Raises `PlanError`: `to_dict` did not write it."""
         expect_object_keys("a recorded step", content, _KEYS, set(), PlanError)
         if content["version"] != VERSION:
             raise PlanError(f"the record has version {content['version']}, this release reads {VERSION}. Record again.")
         try:
-            operations = [Operation(*each) for each in content["operations"]]
-            calls = [
-                PostedCall(
-                    0,
-                    name,
-                    communicator,
-                    tuple(ranks),
-                    size,
-                    tuple(sent),
-                    tuple(PostedMessage(*each) for each in messages),
-                )
-                for name, communicator, ranks, size, sent, messages in content["calls"]
-            ]
-
-            def event_of(code: int | Sequence[int]) -> Event:
-                if isinstance(code, int):
-                    return operations[code]
-                if code[0] == _CALL:
-                    return calls[code[1]]._replace(number=code[2])
-                return Wait(code[1]) if code[0] == _WAIT else Sync()
-
-            events = tuple(tuple(map(event_of, of_rank)) for of_rank in content["ranks"])
+            events = _read_events(content)
         except (IndexError, TypeError, ValueError) as error:
             raise PlanError(
                 "the record is not one of python -m benchmarks.fake_gpu.played record: "
@@ -93,26 +79,51 @@ class RecordedStep:
         return cls(events=events, **{key: content[key] for key in ("name", "model", "cluster", "host_share")})
 
 
+def _read_events(content: JsonObject) -> tuple[tuple[Event, ...], ...]:
+    """Events by rank, from a file's content."""
+    operations = [Operation(*fields) for fields in content["operations"]]
+    calls = []
+    for name, communicator, ranks, size, sent, messages in content["calls"]:
+        posted = tuple(PostedMessage(*fields) for fields in messages)
+        calls.append(PostedCall(0, name, communicator, tuple(ranks), size, tuple(sent), posted))
+
+    def decoded(code: int | Sequence[int]) -> Event:
+        if isinstance(code, int):
+            return operations[code]
+        if code[0] == _CALL:
+            return calls[code[1]]._replace(number=code[2])
+        return Wait(code[1]) if code[0] == _WAIT else Sync()
+
+    return tuple(tuple(map(decoded, codes)) for codes in content["ranks"])
+
+
 def read_recorded_step(path: Path) -> RecordedStep:
-    """Read the file of a recorded step. Raises `PlanError`: it cannot be read, or is something else."""
+    """Read the file of a recorded step. Raises `PlanError`: it cannot be read, or has another content."""
     return RecordedStep.from_dict(read_file(path, "recorded step", PlanError))
 
 
 def trace_of_record(record: RecordedStep, cluster: Cluster | None = None) -> JsonDict:
-    """Return the trace of a recorded step on a cluster; left out, on the one for which it was planned."""
+    """Return the trace of a recorded step on a cluster.
+
+    Args:
+        cluster: left out, the one for which the job was planned.
+    """
     cluster = load_cluster(record.cluster) if cluster is None else cluster
     played = play(record.events, cluster, record.host_share)
-    events = [event for rank in range(cluster.num_ranks) for event in _events(played, cluster, rank)]
+    events: list[JsonDict] = []
+    for rank in range(cluster.num_ranks):
+        events += _trace_events(played, cluster, rank)
     other = {"model": record.model, "job": record.name, "step_s": played.step_s}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def _events(played: PlayedStep, cluster: Cluster, rank: int) -> Iterator[JsonDict]:
+def _trace_events(played: PlayedStep, cluster: Cluster, rank: int) -> Iterator[JsonDict]:
+    """Events of a rank's process: a thread for computing, and one for each cause of its transfers."""
     process = Process(rank, f"played: {cluster.rank_name(rank)}", rank)
-    names = sorted({span.cause for span in played.spans[rank] if span.stream == "network"})
-    yield from process.metadata(("compute", *(f"network, {name}" for name in names)))
-    thread = {name: NETWORK + i for i, name in enumerate(names)}
+    causes = sorted({span.cause for span in played.spans[rank] if span.stream == "network"})
+    yield from process.metadata(("compute", *(f"network, {cause}" for cause in causes)))
+    thread_of_cause = {cause: NETWORK + i for i, cause in enumerate(causes)}
     for span in played.spans[rank]:
-        tid = COMPUTE if span.stream == "compute" else thread[span.cause]
-        more = {} if span.name == WAIT else {"cause": span.cause}
-        yield process.span(tid, span.name, span.start_s, span.stop_s, **more)
+        tid = COMPUTE if span.stream == "compute" else thread_of_cause[span.cause]
+        args = {} if span.name == WAIT else {"cause": span.cause}
+        yield process.span(tid, span.name, span.start_s, span.stop_s, **args)

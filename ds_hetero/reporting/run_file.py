@@ -1,10 +1,10 @@
-"""``run.json``: what a job measured, and which plan it belongs to.
+"""``run.json``: the measurements of a job, with its plan.
 
     {"format": "ds_hetero run", "version": 1, "digest": "1f0c...", "plan": {...}, "scenario": {...},
      "ended": "normally", "versions": {"torch": ...}, "steps": 200, "ranks": [{"rank": 0, "attention_s": 0.41, ...}],
      "observations": [...], "trace": {"step": 12, "ranks": [[["ds_hetero.forward", 0.0, 0.3], ...], ...]}}
 
-Times are seconds; those of a rank are per step. The digest is that of the plan that the job began with.
+Times are in seconds; those of a rank are means per step. The digest is that of the job's first plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ds_hetero.reporting.scenario import PlanScenario, read_scenario
 from ds_hetero.values.plans import Plan, read_plan
 
 FORMAT, VERSION = "ds_hetero run", 1
-MAX_TRACED = 20_000  # ranges of one rank
+MAX_TRACED = 20_000  # ranges of one rank in the trace; chosen, never measured
 
 _TEXTS = ("ended", "written")
 _OBSERVATION = ("step", "steps", "step_s", "tokens_per_s", "imbalance")
@@ -31,33 +31,33 @@ _OBSERVATION = ("step", "steps", "step_s", "tokens_per_s", "imbalance")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredRank:
-    """Where a mean step of one rank went; see `ds_hetero.runtime.step_clock.StepTimes`."""
+    """Parts of a mean step of one rank, in seconds; see `ds_hetero.runtime.step_clock.StepTimes`."""
 
     device: str  # its name
-    step_s: float  # seconds of a step
-    attention_s: float  # of it, in attention
-    model_s: float  # of it, in the rest of forward and backward
-    all_to_all_s: float  # of it, in exchanges
-    ring_wait_s: float  # of it, waiting for keys and values
-    idle_s: float  # of it, waiting in other collectives
-    tokens: float  # that the rank held, per step
+    step_s: float  # the step, of which the following are parts
+    attention_s: float  # attention
+    model_s: float  # rest of forward and backward
+    all_to_all_s: float  # all-to-alls
+    ring_wait_s: float  # waiting for keys and values
+    idle_s: float  # waiting in other collectives
+    tokens: float  # tokens of the rank, per step
     memory_bytes: int  # most memory in use: of the device, on CPUs of the process
     own_min_s: float  # shortest computing time of the latest steps
-    own_median_s: float  # median of it
-    own_max_s: float  # longest of it
-    hop_s: float = 0.0  # of a step, in sending to neighbouring stages, and in what was on its way from them
-    bubble_s: float = 0.0  # of it, waiting for stages that still computed
-    sync_s: float = 0.0  # of it, bringing gradients of pipelines to their owners and values back
+    own_median_s: float  # median of the same
+    own_max_s: float  # longest of the same
+    hop_s: float = 0.0  # sending to neighbouring stages, and waiting while their messages are on the wire
+    bubble_s: float = 0.0  # waiting for stages that still compute
+    sync_s: float = 0.0  # bringing gradients of pipelines to their owners, and values back
 
     @property
     def rest_s(self) -> float:
-        """The optimizer, the loader, the host: what the other parts leave of a step."""
+        """Remainder of the step: the optimizer, the loader, the host."""
         parts = self.attention_s + self.model_s + self.all_to_all_s + self.ring_wait_s + self.idle_s
         return self.step_s - parts - self.hop_s - self.bubble_s - self.sync_s
 
 
 TracedRange = tuple[str, float, float]
-"""Name of a range, its begin and its end, in seconds since the step began on that rank."""
+"""Name, begin and end of a range, in seconds since the step began on that rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,25 +65,25 @@ class RunFile:
     """Measurements of a job.
 
     Args:
-        observations: ``step``, ``steps``, ``step_s``, ``tokens_per_s`` and ``imbalance`` of each, oldest first.
-        changes: of a replica's schedule: ``step``, ``replica``, ``schedule`` and ``gain``; of the layers of stages:
-            ``step``, ``layers`` by pipeline and stage, and ``gain``.
-        events: of an elastic job, those before it began anew included: ``kind``, ``time`` in seconds since 1970,
-            ``ranks``, and what else each kind has.
+        observations: oldest first, each with ``step``, ``steps``, ``step_s``, ``tokens_per_s`` and ``imbalance``.
+        changes: changes of the plan, oldest first. Of a replica's schedule: ``step``, ``replica``, ``schedule`` and
+            ``gain``; of the layers of stages: ``step``, ``layers`` by pipeline and stage, and ``gain``.
+        events: events of an elastic job, also from before its restarts: ``kind``, ``time`` in seconds since 1970,
+            ``ranks``, and further keys of the kind.
     """
 
-    plan: Plan  # that the job began with
-    scenario: PlanScenario | None  # what it was made for; None where the cost model knows no devices or model
-    predicted_s: float | None  # step time that was predicted at the start; None likewise
+    plan: Plan  # first plan of the job
+    scenario: PlanScenario | None  # of the plan; None if the cost model lacks the devices or the model
+    predicted_s: float | None  # seconds of a step, predicted at the start; None as for ``scenario``
     ended: str  # ``"normally"``, ``"running"`` (not yet, or killed), or the text of the error
     written: str  # date and time, ISO 8601, UTC
     versions: Mapping[str, str]  # of the packages
-    steps: int  # that were observed
+    steps: int  # number of observed steps
     ranks: tuple[MeasuredRank, ...]  # a mean step of every rank
     observations: tuple[Mapping[str, float], ...] = ()
     changes: tuple[JsonObject, ...] = ()
     events: tuple[JsonObject, ...] = ()
-    traced_step: int | None = None  # number of the step whose ranges follow; None without
+    traced_step: int | None = None  # number of the step in ``trace``; None without a trace
     trace: tuple[tuple[TracedRange, ...], ...] = ()  # ranges of every rank in that step
 
     @property
@@ -93,7 +93,8 @@ class RunFile:
 
     def to_dict(self) -> JsonDict:
         """Return the content of the file."""
-        return {
+        traced_ranks = [list(map(list, ranges)) for ranges in self.trace]
+        content: JsonDict = {
             "format": FORMAT,
             "version": VERSION,
             "digest": plan_digest(self.plan),
@@ -104,20 +105,22 @@ class RunFile:
             "versions": dict(self.versions),
             "steps": self.steps,
             "ranks": [{"rank": number, **asdict(rank)} for number, rank in enumerate(self.ranks)],
-            "observations": [dict(each) for each in self.observations],
-            "changes": [dict(each) for each in self.changes],
-            **({"events": [dict(each) for each in self.events]} if self.events else {}),
-            "trace": {"step": self.traced_step, "ranks": [[list(one) for one in rank] for rank in self.trace]},
+            "observations": list(map(dict, self.observations)),
+            "changes": list(map(dict, self.changes)),
         }
+        if self.events:
+            content["events"] = list(map(dict, self.events))
+        content["trace"] = {"step": self.traced_step, "ranks": traced_ranks}
+        return content
 
 
 def plan_digest(plan: Plan) -> str:
-    """Name of a plan in a run file: 16 hexadecimal digits."""
+    """Return the name of a plan in a run file: 16 hexadecimal digits."""
     return f"{plan.fingerprint:016x}"
 
 
 def expect_writable(folder: str) -> None:
-    """Make the folder where there is none. Raises `ConfigError`: it cannot be written to, and why."""
+    """Make the folder if it is missing. Raises `ConfigError`: it cannot be written to, with the reason."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -131,7 +134,7 @@ def expect_writable(folder: str) -> None:
 
 
 def event_text(event: JsonObject) -> str:
-    """Text of an event of an elastic job, beside its kind and its time."""
+    """Describe an event of an elastic job by its keys other than kind and time: ``ranks [3], node b``."""
     return ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("kind", "time"))
 
 
@@ -145,7 +148,7 @@ def read_run(path: str | Path) -> RunFile:
     data = read_file(path, "run", PlanError)
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise PlanError(
-            f'{path} is no run file: "format" is not "{FORMAT}". A job writes one with "report" in its section.'
+            f'{path} is not a run file: "format" is not "{FORMAT}". A job writes one with "report" in its section.'
         )
     if data.get("version") != VERSION or isinstance(data["version"], bool):
         raise PlanError(f"run file version {shortened(data.get('version'))} is unknown; this release reads {VERSION}.")
@@ -178,18 +181,22 @@ def _read(data: JsonObject) -> RunFile:
         versions={_text(key, "versions"): _text(value, "versions") for key, value in data["versions"].items()},
         steps=int(_number(data["steps"], "steps")),
         ranks=ranks,
-        observations=tuple({key: _number(one[key], key) for key in _OBSERVATION} for one in data["observations"]),
-        changes=tuple(dict(one) for one in data["changes"]),
-        events=tuple(_read_event(one) for one in data.get("events", ())),
+        observations=tuple(map(_read_observation, data["observations"])),
+        changes=tuple(map(dict, data["changes"])),
+        events=tuple(map(_read_event, data.get("events", ()))),
         traced_step=None if step is None else int(_number(step, "trace.step")),
-        trace=tuple(tuple(map(_read_range, rank)) for rank in trace),
+        trace=tuple(tuple(map(_read_range, ranges)) for ranges in trace),
     )
 
 
 def _read_rank(data: JsonObject) -> MeasuredRank:
     names = [field.name for field in fields(MeasuredRank) if field.name != "device"]
-    data = {"hop_s": 0.0, "bubble_s": 0.0, "sync_s": 0.0, **data}  # files of before do not have these
+    data = {"hop_s": 0.0, "bubble_s": 0.0, "sync_s": 0.0, **data}  # files of earlier releases lack these
     return MeasuredRank(device=_text(data["device"], "device"), **{name: _number(data[name], name) for name in names})
+
+
+def _read_observation(data: JsonObject) -> dict[str, float]:
+    return {key: _number(data[key], key) for key in _OBSERVATION}
 
 
 def _read_event(data: JsonObject) -> JsonObject:

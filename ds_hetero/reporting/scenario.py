@@ -1,4 +1,4 @@
-"""Scenario of a plan: cluster, model and batch that the plan was made for, as data in the plan's own file.
+"""Scenario of a plan: the cluster, model and batch that the plan was made for, as data in the plan's file.
 
     {"version": 1, "num_heads": 32, ..., "scenario": {
         "cost_model": "calibrated", "model": {"name": ..., "config": {...}}, "workload": {"seq_len": 65536, ...},
@@ -33,13 +33,13 @@ SCENARIO_REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanScenario:
-    """Scenario that a plan was made for."""
+    """Cluster, model and batch of a plan."""
 
-    cost_model: str  # name of the cost model that judges it
-    model: ModelSpec  # what is trained
-    workload: Workload  # of every replica; a replica's own batches are in the plan
+    cost_model: str  # name of the cost model that predicts the plan
+    model: ModelSpec
+    workload: Workload  # of every replica; the batches of a replica are in the plan
     clusters: tuple[Cluster, ...]  # one for the whole plan, or one per replica
-    lengths: tuple[int, ...] | None = None  # tokens of a row's documents, where the plan is for them
+    lengths: tuple[int, ...] | None = None  # tokens of the documents of a row; None if not planned for documents
 
     def to_dict(self) -> JsonDict:
         """Return the content of "scenario"."""
@@ -77,7 +77,7 @@ def read_scenario(data: Any) -> PlanScenario:
     )
 
 
-# Fields that files of earlier versions do not have.
+# Fields that files of earlier releases lack.
 _LATER = (
     "tiled_mlp",
     "offload_activations",
@@ -115,7 +115,7 @@ def _read_workload(data: Any) -> Workload:
 
 
 def _is_workload_value(name: str, value: Any, usual: Any) -> bool:
-    """Whether the value has a type that the field of a workload takes; ``usual`` is the field's default."""
+    """Return whether a value has a type that the field of a workload takes; ``usual`` is the field's default."""
     if isinstance(usual, bool):
         return isinstance(value, bool)
     if value is None:
@@ -157,7 +157,7 @@ def _config_of(model: ModelSpec) -> JsonDict:
 
 
 def _model_type(model: ModelSpec) -> str:
-    """A type whose models have the gates and norms of this one."""
+    """Return a model type of transformers whose models have the same gates and norms as this one."""
     if model.recurrent is not None:
         return "qwen3_next" if model.gated_attention else "bamba"
     if model.head_norms:

@@ -1,12 +1,12 @@
-"""A step as a trace in Chrome's format, which Perfetto and chrome://tracing show: predicted, and measured beside it.
+"""Trace of a predicted step, and of the measured one, in Chrome's format, for Perfetto and chrome://tracing.
 
 Format: "Trace Event Format" (Google, 2016), JSON object form: ``traceEvents`` with complete events (``"ph": "X"``,
 ``ts`` and ``dur`` in microseconds) and metadata events that name processes and threads. A process is a rank, once
 predicted and once measured; names of ranges are those of a torch profiler's trace of the job (see
 `ds_hetero.runtime.step_clock`).
 
-The predicted thread "compute" of a rank has no gaps: its innermost spans add up to the predicted step, waiting
-included. The thread "network" has what travels meanwhile.
+The predicted thread "compute" of a rank has no gaps: its innermost spans, waits included, add up to the predicted step.
+The thread "network" has the transfers of the ring.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ds_hetero.reporting.run_file import RunFile, TracedRange
 from ds_hetero.reporting.timelines import PREFIX, Bar, block_spans, phase_shares, predicted_block
 from ds_hetero.values.schedule import Schedule
 
-MAX_EVENTS = 400_000  # of longer steps, blocks after the first of a pass are one span each
+MAX_EVENTS = 400_000  # with more, only the first block of a pass is shown in detail; chosen, never measured
 COMPUTE, NETWORK = 0, 1
 
-# What a predicted span is called, by its kind, in the forward (also where it is computed again) and in the backward.
-# Both exchanges of a pass are pooled in the prediction and have the name of the first.
+# Names of predicted spans by kind, in the forward (also when it is recomputed) and in the backward. The prediction adds
+# up both all-to-alls of a pass, which have the name of the first.
 _NAMES = {
     "attention": ("attention", "attention_backward"),
     "all-to-all": ("gather_sequence", "gather_output_heads"),
@@ -38,27 +38,30 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A rank in the trace."""
+    """A process of the trace: a rank, predicted or measured."""
 
-    pid: int  # its number
+    pid: int
     name: str  # for people
-    order: int  # place from above
+    order: int  # viewers show processes by ascending order
 
     def metadata(self, threads: Sequence[str]) -> Iterator[JsonDict]:
-        """Events that name the process and its threads."""
+        """Yield the events that name the process and its threads."""
         yield _meta(self.pid, 0, "process_name", {"name": self.name})
         yield _meta(self.pid, 0, "process_sort_index", {"sort_index": self.order})
         for tid, thread in enumerate(threads):
             yield _meta(self.pid, tid, "thread_name", {"name": thread})
 
     def span(self, tid: int, name: str, start_s: float, stop_s: float, **args: Any) -> JsonDict:
-        """One complete event."""
-        event = {"ph": "X", "cat": "ds_hetero", "name": name, "pid": self.pid, "tid": tid}
-        return {**event, "ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6, **({"args": args} if args else {})}
+        """Return one complete event."""
+        event: JsonDict = {"ph": "X", "cat": "ds_hetero", "name": name, "pid": self.pid, "tid": tid}
+        event |= {"ts": start_s * 1e6, "dur": (stop_s - start_s) * 1e6}
+        if args:
+            event["args"] = args
+        return event
 
 
 def trace_of(described: DescribedPlan, run: RunFile | None = None) -> JsonDict:
-    """The trace of a predicted step; below it stand the ranks of a job that ran the plan, if there was one."""
+    """Return the trace of a predicted step, with the measured ranks of a run of the plan, if there is one."""
     events: list[JsonDict] = []
     if described.num_replicas:
         for replica in range(described.num_replicas):
@@ -73,38 +76,46 @@ def trace_of(described: DescribedPlan, run: RunFile | None = None) -> JsonDict:
 
 
 def _predicted_replica(cost: CostModel, schedule: Schedule, first_rank: int) -> Iterator[JsonDict]:
+    """Events of the ranks of one replica: micro-batches of a forward, a loss and a backward each, then the step.
+
+    The prediction has one block, forward and backward one after the other. It is drawn once for every layer.
+    """
     prediction, work = cost.predict(schedule), cost.workload
     blocks = predicted_block(cost, schedule, prediction)
-    share, _ = phase_shares(cost, schedule)
-    split_s, block_s = share * prediction.block_s, prediction.block_s
+    forward_share, _ = phase_shares(cost, schedule)
+    block_s = prediction.block_s
+    forward_s = forward_share * block_s  # the block's forward ends here, and its backward begins
     transfers = [span for span in block_spans(cost, schedule) if span.stream == "network" and span.kind == "ring"]
     layers, loss_s = cost.model.num_layers, prediction.parts_s.get("loss_s", 0.0)
     num_bars = sum(map(len, blocks)) + len(transfers)
-    detailed = layers if num_bars * layers * work.micro_batches <= MAX_EVENTS else 1
+    detailed_layers = layers if num_bars * layers * work.micro_batches <= MAX_EVENTS else 1
     for rank in schedule.ranks:
         name = f"predicted: rank {first_rank + rank} ({cost.cluster.devices[rank].name})"
         process = Process(first_rank + rank, name, 2 * (first_rank + rank))
         yield from process.metadata(("compute", "network"))
         block = blocks[rank] if blocks else [("model", 0.0, block_s)]
-        parts = {"forward": _cut(block, 0.0, split_s), "backward": _cut(block, split_s, block_s)}
-        own_transfers = [(span.start_s, span.stop_s) for span in transfers if span.rank == rank]
+        parts = {"forward": _clipped(block, 0.0, forward_s), "backward": _clipped(block, forward_s, block_s)}
+        rank_transfers = [(span.start_s, span.stop_s) for span in transfers if span.rank == rank]
         now_s = 0.0
         for _ in range(work.micro_batches):
-            for call, begin_s, end_s in (("forward", 0.0, split_s), ("backward", split_s, block_s)):
-                length_s = (end_s - begin_s) * layers
-                yield process.span(COMPUTE, PREFIX + call, now_s, now_s + length_s)
+            for call, begin_s, end_s in (("forward", 0.0, forward_s), ("backward", forward_s, block_s)):
+                call_s = (end_s - begin_s) * layers
+                yield process.span(COMPUTE, PREFIX + call, now_s, now_s + call_s)
                 for layer in range(layers):
-                    offset_s = now_s + layer * (end_s - begin_s) - begin_s
-                    if layer >= detailed:
+                    offset_s = (
+                        now_s + layer * (end_s - begin_s) - begin_s
+                    )  # from times of the block to those of the step
+                    if layer >= detailed_layers:
                         yield process.span(COMPUTE, PREFIX + "block", offset_s + begin_s, offset_s + end_s)
                         continue
                     for kind, start_s, stop_s in parts[call]:
-                        name = PREFIX + _NAMES[kind][call == "backward"]
+                        forward_name, backward_name = _NAMES[kind]
+                        name = PREFIX + (forward_name if call == "forward" else backward_name)
                         yield process.span(COMPUTE, name, offset_s + start_s, offset_s + stop_s)
-                    for start_s, stop_s in own_transfers:
+                    for start_s, stop_s in rank_transfers:
                         if begin_s <= start_s < end_s:
                             yield process.span(NETWORK, PREFIX + "ring", offset_s + start_s, offset_s + stop_s)
-                now_s += length_s
+                now_s += call_s
                 if call == "forward" and loss_s:
                     yield process.span(COMPUTE, PREFIX + "loss", now_s, now_s + loss_s)
                     now_s += loss_s
@@ -113,19 +124,23 @@ def _predicted_replica(cost: CostModel, schedule: Schedule, first_rank: int) -> 
 
 
 def _predicted_pipelines(described: DescribedPlan) -> Iterator[JsonDict]:
-    """Bars of 1F1B. A published model has a formula for the end and no bars: these are stretched to end there."""
+    """Events of 1F1B on all ranks.
+
+    Published cost models predict the end of a pipeline by a formula, without times of passes. The bars of 1F1B are
+    stretched to end at the same time.
+    """
     costs, finished = judged(described)
     for number, pipeline in enumerate(described.plan.pipelines):
         rows = pipeline_bars(finished, number, finished.candidate.micro_batches[number])
-        stretch = finished.pipeline_s[number] / rows[0][-1][2]
+        _, _, last_stop_s = rows[0][-1]
+        stretch = finished.pipeline_s[number] / last_stop_s
         for stage, bars in zip(pipeline.stages, rows, strict=True):
             for rank in stage.ranks:
                 text = f"predicted: rank {rank} ({costs.cluster.devices[rank].name}), pipeline {number}"
                 process = Process(rank, text, 2 * rank)
                 yield from process.metadata(("compute",))
                 for kind, start_s, stop_s in bars:
-                    name = "wait" if kind == "wait" else kind
-                    yield process.span(COMPUTE, PREFIX + name, start_s * stretch, stop_s * stretch)
+                    yield process.span(COMPUTE, PREFIX + kind, start_s * stretch, stop_s * stretch)
                 end_s = finished.pipeline_s[number]
                 if finished.step_s > end_s:
                     yield process.span(COMPUTE, PREFIX + "step", end_s, finished.step_s)
@@ -141,20 +156,27 @@ def _measured(run: RunFile) -> Iterator[JsonDict]:
 
 
 def _nested(ranges: Sequence[TracedRange]) -> Iterator[TracedRange]:
-    """Ranges that begin and end inside the one that they began in, as the format asks of one thread."""
-    ends: list[float] = []
-    for name, start_s, stop_s in sorted(ranges, key=lambda one: (one[1], -one[2])):
-        while ends and ends[-1] <= start_s:
-            ends.pop()
-        stop_s = min([stop_s, *ends[-1:]])
-        ends.append(stop_s)
-        yield name, start_s, stop_s
+    """Yield the ranges, each shortened to end inside the range in which it begins.
+
+    The format requires the events of a thread to be nested. (a, 0, 5) and (b, 3, 6) become (a, 0, 5) and (b, 3, 5).
+    """
+    open_ends_s: list[float] = []  # of the ranges around the current one, the innermost last
+    for name, start_s, stop_s in sorted(ranges, key=lambda traced: (traced[1], -traced[2])):
+        while open_ends_s and open_ends_s[-1] <= start_s:
+            open_ends_s.pop()
+        nested_stop_s = min(stop_s, open_ends_s[-1]) if open_ends_s else stop_s
+        open_ends_s.append(nested_stop_s)
+        yield name, start_s, nested_stop_s
 
 
-def _cut(bars: Sequence[Bar], begin_s: float, end_s: float) -> list[Bar]:
-    """Return the parts of bars inside an interval."""
-    cut = [(kind, max(start_s, begin_s), min(stop_s, end_s)) for kind, start_s, stop_s in bars]
-    return [bar for bar in cut if bar[2] > bar[1]]
+def _clipped(bars: Sequence[Bar], begin_s: float, end_s: float) -> list[Bar]:
+    """Return the parts of the bars inside an interval."""
+    clipped = []
+    for kind, bar_start_s, bar_stop_s in bars:
+        start_s, stop_s = max(bar_start_s, begin_s), min(bar_stop_s, end_s)
+        if stop_s > start_s:
+            clipped.append((kind, start_s, stop_s))
+    return clipped
 
 
 def _meta(pid: int, tid: int, name: str, args: JsonDict) -> JsonDict:

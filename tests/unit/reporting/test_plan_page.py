@@ -179,7 +179,7 @@ def test_what_does_not_belong_together_is_refused_by_name(capsys, tmp_path):
         ((path, "--run", other / "run.json"), "the run file is of another plan"),
         ((path, "--run", tmp_path / "late.json"), "run file version 2 is unknown"),
         ((path, "--run", tmp_path / "damaged.json"), '"ranks" of the run file has 2 entries'),
-        ((path, "--run", path), "is no run file"),
+        ((path, "--run", path), "is not a run file"),
     ):
         for name, ending in (("report", "html"), ("trace", "json")):
             code, said, err = command(capsys, name, *arguments, "--out", tmp_path / f"shown.{ending}")
