@@ -1,9 +1,9 @@
-"""The cache of profiles: ranks that have been measured once are not measured again.
+"""Cache of profiles, so that ranks are measured only once.
 
-    content, fresh = measure_cached()        on every rank
+    content, is_new = measure_cached()        on every rank
 
-There is one file per fingerprint of all ranks' hosts, devices, memory and torch, and of what trains: data type, kernel,
-head size and soft cap. A profile of a busy machine is used and not kept.
+A profile is a file. Its name is a fingerprint of all ranks' hosts, devices, memory and torch, and of data type, kernel,
+head size and soft cap of the training. A profile of a busy machine is used, but not saved.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from ds_hetero.profiler.measure import WINDOW_S, measure
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.devices import default_device, default_dtype
 
-RTOL_OF_PROFILES = 0.01  # relative difference of numbers that are the same
-MAX_PROFILE_BYTES = 2**28  # of a profile; all-to-alls of 1,000 ranks take some 50 MB
+RTOL_OF_PROFILES = 0.01  # numbers of a profile may differ by as much from those of its own timings; never measured
+MAX_PROFILE_BYTES = 2**28  # all-to-alls of 1,000 ranks take some 50 MB
 
 logger = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path | None:
-    """``ds_hetero`` in the user's cache folder; None where the user has no home directory.
+    """Return ``ds_hetero`` in the user's cache folder; None if the user has no home directory.
 
-    ``XDG_CACHE_HOME`` names it where it is an absolute path; the XDG specification has relative ones ignored.
+    The cache folder is ``XDG_CACHE_HOME`` if that is an absolute path; relative ones are ignored, as XDG specifies.
     """
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if named.is_absolute():
-        return named / "ds_hetero"
+    xdg_folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if xdg_folder.is_absolute():
+        return xdg_folder / "ds_hetero"
     try:
         return Path.home() / ".cache" / "ds_hetero"
-    except RuntimeError:  # a user id without an entry, as containers have it
+    except RuntimeError:  # a user id without a name, as in containers
         return None
 
 
@@ -62,14 +62,14 @@ def measure_cached(
     show_progress: bool = True,
     folder: Path | None = None,
 ) -> tuple[JsonDict, bool]:
-    """The cluster file's content of the live ranks, the same on all, and whether it was measured just now.
+    """Return the live ranks as the content of a cluster file, the same on all, and whether it was measured just now.
 
-    Rank 0 reads and writes the cache. A damaged file is ignored with a warning and written anew. Where there is no
-    folder for a cache, or one that cannot be read or written, rank 0 warns and the ranks are measured. What was
-    measured on busy machines is not kept.
+    Rank 0 reads and writes the cache. It ignores a damaged file with a warning, and replaces it. If the cache has no
+    folder, or cannot be read or written, rank 0 warns and the ranks are measured. Profiles of busy machines are not
+    saved.
 
     Args:
-        folder: of the cache; `cache_folder` if left out.
+        folder: of the cache; left out, `cache_folder`.
 
     Caller: every rank.
     """
@@ -89,12 +89,13 @@ def measure_cached(
 
 
 def describe_age(content: JsonObject, is_new: bool) -> str:
-    """Say on rank 0 when what `measure_cached` returned was measured, if to trust it, and how to measure anew."""
+    """Say when a result of `measure_cached` was measured, if to trust it, and how to measure anew; on rank 0."""
     profile = content["profile"]
     if not is_new:
-        taken = datetime.fromisoformat(profile["measured_at"])
+        measured_at = datetime.fromisoformat(profile["measured_at"])
+        age_text = _ago(datetime.now(timezone.utc) - measured_at)
         return (
-            f"as measured before, {_ago(datetime.now(timezone.utc) - taken)} ({taken:%Y-%m-%d %H:%M} UTC); after "
+            f"as measured before, {age_text} ({measured_at:%Y-%m-%d %H:%M} UTC); after "
             '"ds-hetero profile --again" the next job measures anew'
         )
     if (reason := busy_reason(profile)) is not None:
@@ -103,12 +104,13 @@ def describe_age(content: JsonObject, is_new: bool) -> str:
             "anew; start it on an idle machine"
         )
     folder = cache_folder()
-    if folder is None or not _is_kept(folder / f"{profile['fingerprint']}.json", profile["measured_at"]):
+    if folder is None or not _is_saved(folder / f"{profile['fingerprint']}.json", profile["measured_at"]):
         return "measured now; the profile could not be kept, so the next job measures anew"
     return f"measured now; profiles are kept in {folder}"
 
 
-def _is_kept(path: Path, measured_at: str) -> bool:
+def _is_saved(path: Path, measured_at: str) -> bool:
+    """Whether the file at ``path`` is the profile with this time of measurement."""
     try:
         return measured_at in path.read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -116,15 +118,16 @@ def _is_kept(path: Path, measured_at: str) -> bool:
 
 
 def _ago(age: timedelta) -> str:
-    """``3 days ago``."""
-    for seconds, unit in ((86_400, "day"), (3_600, "hour"), (60, "minute")):
-        if (count := int(age.total_seconds() // seconds)) > 0:
+    """``3 days ago``, in the largest unit of which the age has one."""
+    for unit_s, unit in ((86_400, "day"), (3_600, "hour"), (60, "minute")):
+        count = int(age.total_seconds() // unit_s)
+        if count > 0:
             return f"{count} {unit}{'s' if count > 1 else ''} ago"
     return "less than a minute ago"
 
 
 def forget(folder: Path) -> int:
-    """Delete the profiles in ``folder``; return how many there were. Raises `ClusterError`: one cannot be deleted."""
+    """Delete the profiles in ``folder``; return their number. Raises `ClusterError`: one cannot be deleted."""
     paths = sorted(folder.glob("*.json"))
     try:
         for path in paths:
@@ -135,7 +138,7 @@ def forget(folder: Path) -> int:
 
 
 def _profile_file(folder: Path | None, ranks: Sequence[RankFacts]) -> Path | None:
-    """Where the profile of ``ranks`` is kept; None, with a warning, where there is no folder for it."""
+    """Path of the profile of ``ranks``; None, with a warning, if there is no cache folder."""
     if folder is None:
         logger.warning("there is no home directory to keep profiles in; set XDG_CACHE_HOME to an absolute path")
         return None
@@ -143,7 +146,10 @@ def _profile_file(folder: Path | None, ranks: Sequence[RankFacts]) -> Path | Non
 
 
 def read_profile(path: Path, ranks: Sequence[RankFacts]) -> JsonDict | None:
-    """Read a cached profile of ``ranks``; None where there is none that can be used."""
+    """Read the cached profile of ``ranks``; return None if it is missing or unusable.
+
+    A profile decides how a job trains: a file that others may have written, or that was changed by hand, is not used.
+    """
     try:
         if not os.path.lexists(path):
             return None
@@ -158,7 +164,7 @@ def read_profile(path: Path, ranks: Sequence[RankFacts]) -> JsonDict | None:
         cluster = cluster_from_dict(content)
         if cluster.num_ranks != len(ranks):
             raise ValueError("it has another number of ranks")
-        _expect_own_numbers(cluster, ranks, profile.get("samples"))
+        _expect_numbers_of(ranks, cluster, profile.get("samples"))
     except ConfigError as error:
         logger.warning("not reading a profile that others may have written, and measuring anew: %s", error)
         return None
@@ -169,11 +175,12 @@ def read_profile(path: Path, ranks: Sequence[RankFacts]) -> JsonDict | None:
     return content
 
 
-def _expect_own_numbers(cluster: Cluster, ranks: Sequence[RankFacts], samples: Any) -> None:
-    """Refuse numbers that are not the ranks', as in a file changed by hand. Raises `ValueError`.
+def _expect_numbers_of(ranks: Sequence[RankFacts], cluster: Cluster, samples: Any) -> None:
+    """Refuse numbers that contradict the ranks or the timings, as after a change by hand. Raises `ValueError`.
 
     Args:
-        samples: what was timed, by rank; empty in a profile that has no timings.
+        cluster: with the numbers of the profile.
+        samples: timings by rank; empty in a profile without timings.
     """
     for rank, (device, facts) in enumerate(zip(cluster.devices, ranks, strict=True)):
         if not np.isclose(device.memory_bytes, facts.memory_bytes, rtol=RTOL_OF_PROFILES):
@@ -187,13 +194,14 @@ def _expect_own_numbers(cluster: Cluster, ranks: Sequence[RankFacts], samples: A
     for name in ("peak_flops_per_s", "memory_bytes_per_s", "node_bytes_per_s"):
         if not np.allclose(getattr(cluster, name), getattr(fitted, name), rtol=RTOL_OF_PROFILES):
             raise ValueError(f"its {name} is not what its own timings give")
-    kept, own = ([astuple(device.efficiency) for device in one.devices] for one in (cluster, fitted))
-    if not np.allclose(np.array(kept), np.array(own), rtol=RTOL_OF_PROFILES):
+    written = np.array([astuple(device.efficiency) for device in cluster.devices])
+    expected = np.array([astuple(device.efficiency) for device in fitted.devices])
+    if not np.allclose(written, expected, rtol=RTOL_OF_PROFILES):
         raise ValueError("its efficiencies are not what its own timings give")
 
 
 def _write(path: Path, content: JsonObject) -> None:
-    """Write a profile completely or not at all: another job may read at any moment."""
+    """Write a profile completely or not at all, as another job may read it at any time."""
     try:
         make_cache_folder(path.parent)
         write_whole(path, json.dumps(content))

@@ -1,4 +1,4 @@
-"""Measuring with the attention kernel that will train: the one tie from the profiler to the kernels."""
+"""Profiling with the attention kernel of the training; the only module of the profiler that imports kernels."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def profile_cached(
     head_dim: int | None = None,
     softcap: float | None = None,
 ) -> tuple[JsonDict, bool]:
-    """Measure the live ranks once as they will train; see `ds_hetero.profiler.cache.measure_cached`.
+    """Measure the live ranks once, as the job will train; see `ds_hetero.profiler.cache.measure_cached`.
 
     Args:
-        dtype: in which layers will be computed; left out, what is usual on the device.
-        kernel: its name; left out, the best on the device.
-        head_dim: of the model; left out, what is usual on the device.
+        dtype: data type of the layers; left out, the device's default.
+        kernel: name of the attention kernel; left out, the best on the device.
+        head_dim: of the model; left out, the device's default.
         softcap: bound of the model's attention scores; None for no bound.
 
     Caller: every rank.
     """
     content, fresh = measure_cached(attention=kernel_probe(dtype, kernel, head_dim, softcap), dtype=dtype)
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the probes' memory is the model's now
+        torch.cuda.empty_cache()  # gives the probes' memory to the model
     return content, fresh
 
 
@@ -50,7 +50,7 @@ def kernel_probe(
     head_dim: int | None = None,
     softcap: float | None = None,
 ) -> KernelProbe:
-    """The kernel as the profiler times it; see `profile_cached`. Raises `ConfigError`: it does not work here."""
+    """Return the probe of a kernel; see `profile_cached`. Raises `ConfigError`: the kernel does not work here."""
     device = default_device()
     head_dim = head_dim_on(device) if head_dim is None else head_dim
     block = (torch.device(device.type), dtype or default_dtype(device), head_dim, softcap)
@@ -58,7 +58,7 @@ def kernel_probe(
 
 
 class KernelProbe:
-    """A kernel of the runtime as an `ds_hetero.profiler.device_probes.AttentionProbe`."""
+    """Adapter of a runtime kernel to the profiler's `ds_hetero.profiler.device_probes.AttentionProbe`."""
 
     def __init__(self, kernel: AttentionKernel, head_dim: int, softcap: float | None) -> None:
         self.name, self.head_dim, self.softcap = kernel.name, head_dim, softcap

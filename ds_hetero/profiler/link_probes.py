@@ -1,4 +1,4 @@
-"""Times of transfers between ranks: one pair alone, several pairs at once, and all-to-alls."""
+"""Probes of the links: times of transfers in single pairs of ranks, in several pairs at once, and in all-to-alls."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ REPEATS = (30, 20, 8, 4)  # of each size; chosen, never measured
 
 
 def pair_round(pairs: Pairs, rank: int, device: torch.device, *, at_once: bool = False) -> list[TransferSample]:
-    """Times of exchanges between ``rank`` and its partner, at several sizes; empty for a rank without one.
+    """Time exchanges of ``rank`` with its partner, at several sizes; return nothing for a rank without a partner.
 
     Args:
-        pairs: pairs of ranks that exchange at the same moment.
-        at_once: whether pairs share a NIC. Then times are means over the round, in which all pairs send as much;
-            otherwise lower quartiles.
+        pairs: pairs of ranks that exchange at the same time.
+        at_once: whether the pairs share a NIC. Then a time is the mean over the round, in which all pairs send
+            equally much; otherwise it is the lower quartile.
 
     Caller: every rank.
-    Collectives: a barrier for each size, and one behind the last.
+    Collectives: a barrier for each size, and one after the last.
     """
     statistic = mean if at_once else _lower_quartile
-    partners = dict(pairs) | {b: a for a, b in pairs}
-    peer = partners.get(rank)
+    partner_of = dict(pairs)
+    partner_of.update((second, first) for first, second in pairs)
+    peer = partner_of.get(rank)
     samples = []
     for num_bytes, repeats in zip(SIZES, REPEATS, strict=True):
         dist.barrier()
@@ -40,7 +41,7 @@ def pair_round(pairs: Pairs, rank: int, device: torch.device, *, at_once: bool =
         into = torch.empty_like(out)
 
         def exchange(out: torch.Tensor = out, into: torch.Tensor = into, peer: int = peer) -> None:
-            # gloo queues its note that a receive is ready behind a large send, so receives are posted first.
+            # Receives first: gloo would queue its message that a receive is ready behind a large send.
             operations = [dist.P2POp(dist.irecv, into, peer), dist.P2POp(dist.isend, out, peer)]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
@@ -53,9 +54,9 @@ def pair_round(pairs: Pairs, rank: int, device: torch.device, *, at_once: bool =
 def all_to_all_round(
     members: Sequence[int], group: Any, rank: int, device: torch.device
 ) -> Iterator[tuple[list[int], TransferSample]]:
-    """Ragged all-to-alls among ``members``: rank i sends (i % 3 + 1) units to each.
+    """Time ragged all-to-alls among ``members``: the i-th sends (i % 3 + 1) units to every member.
 
-    Yields the bytes that each member sends to any one, and this rank's time. Ranks outside yield nothing.
+    Yields the bytes that each member sends to any one member, and this rank's time. Other ranks yield nothing.
     """
     for num_bytes, repeats in zip(SIZES, REPEATS, strict=True):
         dist.barrier()
@@ -77,17 +78,17 @@ def all_to_all_round(
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:
-    """Lower quartile: a disturbed host must not look like a slow link."""
+    """Return the lower quartile, so that a disturbed host does not look like a slow link."""
     return sorted(seconds)[len(seconds) // 4]
 
 
 def _times_s(exchange: Callable[[], None], repeats: int, device: torch.device) -> list[float]:
-    """Seconds of every call but the first, which warms up; both ends call equally often."""
-    times = []
+    """Return the seconds of ``repeats`` calls, after one to warm up; both ends of a transfer call equally often."""
+    times_s = []
     for _ in range(repeats + 1):
-        begin = time.perf_counter()
+        begin_s = time.perf_counter()
         exchange()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return times[1:]
+        times_s.append(time.perf_counter() - begin_s)
+    return times_s[1:]

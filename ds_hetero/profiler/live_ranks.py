@@ -1,4 +1,4 @@
-"""Description of the live ranks, before anything is timed, and the process group over which they exchange it."""
+"""Description of the live ranks, exchanged before they are timed, and the process group for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def process_group(device: torch.device) -> Iterator[None]:
         return
     if device.type != "cpu":
         torch.cuda.set_device(device)
-    # With a device NCCL's communicator is made here, by all ranks, and not at a first call that only some may make.
+    # device_id lets all ranks make NCCL's communicator here. Without it the first call would, and some rounds of pairs
+    # are called by a part of the ranks.
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl", device_id=None if device.type == "cpu" else device
     )
@@ -39,15 +40,25 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def own_rank() -> int:
-    """This rank; 0 without a process group."""
+    """Return this rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def describe_ranks(device: torch.device, dtype: torch.dtype, attention: AttentionProbe) -> list[RankFacts]:
-    """Describe all ranks; CPU ranks of a host share its memory. Caller: every rank. Collectives: one `on_all_ranks`."""
+    """Describe all ranks; CPU ranks of a host get equal parts of its memory.
+
+    Caller: every rank.
+    Collectives: one `on_all_ranks`.
+    """
     ranks = on_all_ranks(lambda: _describe(device, dtype, attention))
-    on_host = Counter(rank.host for rank in ranks if rank.device == "CPU")
-    return [replace(r, memory_bytes=r.memory_bytes // on_host[r.host]) if r.device == "CPU" else r for r in ranks]
+    cpu_ranks_on_host = Counter(rank.host for rank in ranks if rank.device == "CPU")
+
+    def with_its_memory(rank: RankFacts) -> RankFacts:
+        if rank.device != "CPU":
+            return rank
+        return replace(rank, memory_bytes=rank.memory_bytes // cpu_ranks_on_host[rank.host])
+
+    return list(map(with_its_memory, ranks))
 
 
 def _describe(device: torch.device, dtype: torch.dtype, attention: AttentionProbe) -> RankFacts:
@@ -71,7 +82,10 @@ def _describe(device: torch.device, dtype: torch.dtype, attention: AttentionProb
 
 
 def _network_namespace() -> str:
-    """Ranks of one host in different network namespaces (containers) talk over the network like different hosts."""
+    """Id of this process's network namespace.
+
+    Containers of one host have different ones, and talk over the network like different hosts.
+    """
     try:
         return os.readlink("/proc/self/ns/net")
     except OSError:

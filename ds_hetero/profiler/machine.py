@@ -1,7 +1,7 @@
-"""Whether the machines were quiet while they were measured: a profile of busy ones is no measure of the devices.
+"""Detection of busy machines: a profile that was measured beside other work does not describe the devices.
 
-Two signs are kept with every profile: the share of a host's cores that other processes kept busy meanwhile, and how
-much the same product, timed again after every part of the measurement, differs from itself.
+Every profile has two signs of it: the share of a host's cores that other processes used during the measurement, and the
+spread of the times of one matmul, which is repeated after every part of the measurement.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 from ds_hetero.common.reading import JsonObject
 
-MAX_OTHERS = 0.25  # of a host's cores, kept busy by other processes
-MAX_SPREAD = 0.25  # by which the slowest of the equal timings may exceed the fastest
+MAX_OTHERS = 0.25  # share of a host's cores that other processes may use; chosen, never measured
+MAX_SPREAD = 0.25  # relative excess of the slowest over the fastest of the equal timings; chosen, never measured
 
 
 class CpuUse(NamedTuple):
     """Load on the cores of this rank's host while it was measured."""
 
     host: str
-    busy_cores: float | None  # cores that were busy, in the mean; None where the operating system does not say
-    own_cores: float  # cores that this rank itself kept busy
+    busy_cores: float | None  # mean number of busy cores; None if the operating system does not tell
+    own_cores: float  # mean number of cores that this rank used
     num_cores: int
 
 
@@ -31,31 +31,36 @@ class CpuUse(NamedTuple):
 class Quietness:
     """Signs of how quiet the machines were."""
 
-    others_share: float | None  # largest share of a host's cores that others kept busy; None: unknown
-    spread: float  # how much the slowest of equal timings exceeds the fastest, on the rank where it is most
+    others_share: float | None  # share of a host's cores that other processes used, on the busiest host; None: unknown
+    spread: float  # relative excess of the slowest over the fastest of equal timings, on the worst rank
 
 
 class CpuWatch:
-    """Measures the use of the cores from when it is made. ``host``: name of this rank's host."""
+    """Measures the use of the cores from its construction on.
+
+    Args:
+        host: name of this rank's host.
+    """
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._begin = time.perf_counter(), _busy_s(), time.process_time()
+        self._begin_s = time.perf_counter()
+        self._busy_before_s = _busy_s()
+        self._process_before_s = time.process_time()
 
     def read(self) -> CpuUse:
-        """The use until now."""
-        begin, busy_before, own_before = self._begin
-        elapsed, busy = time.perf_counter() - begin, _busy_s()
-        return CpuUse(
-            self._host,
-            None if busy is None or busy_before is None else (busy - busy_before) / elapsed,
-            (time.process_time() - own_before) / elapsed,
-            os.cpu_count() or 1,
-        )
+        """Return the use until now."""
+        elapsed_s = time.perf_counter() - self._begin_s
+        busy_s = _busy_s()
+        busy_cores = None
+        if busy_s is not None and self._busy_before_s is not None:
+            busy_cores = (busy_s - self._busy_before_s) / elapsed_s
+        own_cores = (time.process_time() - self._process_before_s) / elapsed_s
+        return CpuUse(self._host, busy_cores, own_cores, os.cpu_count() or 1)
 
 
 def _busy_s() -> float | None:
-    """Seconds that the cores of this host have been busy since it was started; None outside Linux."""
+    """Seconds of work of all cores of this host since its start; None outside Linux."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
@@ -65,20 +70,26 @@ def _busy_s() -> float | None:
 
 
 def quietness_of(uses: Sequence[CpuUse], repeats: Sequence[Sequence[float]]) -> Quietness:
-    """Judge what ranks have seen: use of the cores, and rates or seconds of equal timings, by rank."""
+    """Combine the signs of all ranks.
+
+    Args:
+        uses: use of the cores, by rank.
+        repeats: rates or seconds of equal timings, by rank.
+    """
     shares = []
     for host in sorted({use.host for use in uses}):
         on_host = [use for use in uses if use.host == host]
-        busy = [use.busy_cores for use in on_host if use.busy_cores is not None]
-        if busy:
-            others = max(busy) - sum(use.own_cores for use in on_host)
-            shares.append(max(others, 0.0) / on_host[0].num_cores)
-    spread = max((max(of_rank) / min(of_rank) - 1 for of_rank in repeats if of_rank), default=0.0)
-    return Quietness(max(shares, default=None), spread)
+        busy_cores = [use.busy_cores for use in on_host if use.busy_cores is not None]
+        if busy_cores:
+            # All ranks of a host count the same cores; all that no rank used, others did.
+            other_cores = max(busy_cores) - sum(use.own_cores for use in on_host)
+            shares.append(max(other_cores, 0.0) / on_host[0].num_cores)
+    spreads = [max(timings) / min(timings) - 1 for timings in repeats if timings]
+    return Quietness(max(shares, default=None), max(spreads, default=0.0))
 
 
 def busy_reason(profile: JsonObject) -> str | None:
-    """Why a profile is one of busy machines, for people; None if they were quiet, or it has no signs."""
+    """Say why a profile counts as one of busy machines; None if they were quiet, or it has no signs."""
     signs = {**asdict(Quietness(None, 0.0)), **profile.get("machine", {})}
     reasons = []
     if (signs["others_share"] or 0.0) > MAX_OTHERS:

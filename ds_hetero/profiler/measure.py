@@ -1,10 +1,13 @@
-"""Measure the live ranks and describe them as a cluster file.
+"""Measurement of the live ranks, described as a cluster file.
 
     content = measure()                   on every rank, under any launcher; the same content everywhere
 
-Devices run layers, attention blocks and copies, all ranks at once; then pairs of ranks exchange messages inside nodes
-and between them, alone and all at once, and groups exchange ragged all-to-alls. `ds_hetero.profiler.fit` turns timings
-into numbers. The raw timings stay in the file under ``profile``, with the errors of the fits.
+    1. devices     all ranks at once time matmuls, copies, layers and attention blocks
+    2. links       pairs of ranks exchange messages, inside nodes and between them, alone and all at once;
+                   groups run ragged all-to-alls
+    3. fit         rank 0 turns the timings into numbers, by `ds_hetero.profiler.fit`
+
+The raw timings stay in the file under ``profile``, with the errors of the fits.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from ds_hetero.runtime.devices import default_device, default_dtype
 
 WINDOW_S = 0.15  # per timing; the measurement as a whole takes about half a minute
 Advance = Callable[[str, float], None]
-"""Shows what is measured now, and adds to the part of everything that is done."""
+"""Shows the name of the current part, and adds its share of the measurement to the progress."""
 
 
 def measure(
@@ -52,27 +55,34 @@ def measure(
     window_s: float = WINDOW_S,
     show_progress: bool = True,
 ) -> JsonDict:
-    """Measure all ranks; the content of a cluster file. Raises `ClusterError` on every rank: one could not be.
+    """Measure all ranks; return the content of a cluster file.
 
     Args:
-        dtype: to measure in; left out, `default_dtype` of the device.
-        attention: the kernel to time, torch's own if left out.
+        dtype: data type of the probes; left out, `default_dtype` of the device.
+        attention: kernel to time; left out, torch's own.
 
-    Caller: every rank. Without a default process group one is made from the launcher's environment, for the duration.
+    Caller: every rank. Without a default process group, one is made from the launcher's environment and destroyed.
+
+    Raises:
+        ClusterError: on every rank, if a rank could not be measured.
     """
     device = default_device()
     dtype = default_dtype(device) if dtype is None else dtype
     attention = SdpaProbe() if attention is None else attention
     with process_group(device), _progress(show_progress and own_rank() == 0) as advance:
         ranks = describe_ranks(device, dtype, attention)
-        measured_at, watch = datetime.now(timezone.utc), CpuWatch(ranks[own_rank()].host)
+        measured_at = datetime.now(timezone.utc)
+        watch = CpuWatch(ranks[own_rank()].host)
         samples = _time_devices(len(ranks), Timer(device, window_s), dtype, attention, advance)
         links = _time_links(ranks, device, advance) if len(ranks) > 1 else {}
         host_s = message_overhead_s(device) if len(ranks) > 1 else 0.0
         observed = on_all_ranks(lambda: (links, host_s, watch.read()))
-        for samples_of_rank, (links_of_rank, host_s_of_rank, _) in zip(samples, observed, strict=True):
-            samples_of_rank["links"], samples_of_rank["message_overhead_s"] = links_of_rank, host_s_of_rank
-        quietness = quietness_of([use for *_, use in observed], [of_rank["repeats"] for of_rank in samples])
+        uses = []
+        for rank_samples, (rank_links, rank_host_s, use) in zip(samples, observed, strict=True):
+            rank_samples["links"] = rank_links
+            rank_samples["message_overhead_s"] = rank_host_s
+            uses.append(use)
+        quietness = quietness_of(uses, [rank_samples["repeats"] for rank_samples in samples])
         circumstances = {"measured_at": measured_at.isoformat(timespec="seconds"), "machine": asdict(quietness)}
         advance("fitting", 1.0)
 
@@ -90,14 +100,15 @@ def _time_devices(
 ) -> list[JsonDict]:
     """Time the devices of all ranks, part by part, all ranks at once; return the samples by rank.
 
-    After every part the same product is timed, as ``repeats``: what differs there is not the device.
+    After every part the same matmul is timed, as ``repeats``: if its times differ, the machine is busy.
     """
 
     def counted(name: str, samples: Iterable[Any]) -> list[Any]:
+        """Take the samples, and show the progress after each."""
         taken = []
         for sample in samples:
             taken.append(sample)
-            advance(name, 0.7 / 16)
+            advance(name, 0.7 / 16)  # 6 layers and 10 attention blocks count as 0.7 of the whole
         return taken
 
     parts: dict[str, Callable[[], Any]] = {
@@ -114,45 +125,49 @@ def _time_devices(
             with _naming(name):
                 return part(), matmul_probe(timer, dtype)
 
-        for samples_of_rank, (sample, repeat) in zip(samples, on_all_ranks(time_part, names_rank_0=True), strict=True):
-            samples_of_rank[name] = sample
-            samples_of_rank["repeats"].append(repeat)
+        timed = on_all_ranks(time_part, names_rank_0=True)
+        for rank_samples, (sample, repeat) in zip(samples, timed, strict=True):
+            rank_samples[name] = sample
+            rank_samples["repeats"].append(repeat)
     return samples
 
 
 @contextmanager
 def _naming(part: str) -> Iterator[None]:
-    """Raise an error of any kind as one that names what failed and the remedy."""
+    """Raise an error of any kind as a `ClusterError` that names the part and the remedy."""
     try:
         yield
-    except Exception as error:  # of any kind, such as memory that does not suffice
+    except Exception as error:  # such as too little memory for a probe
         raise ClusterError(
             f"{part}: {type(error).__name__}: {error}. The live ranks cannot be measured; give a cluster file instead."
         ) from error
 
 
 def _time_links(ranks: list[RankFacts], device: torch.device, advance: Advance) -> JsonDict:
-    """Time this rank's links; return its samples by round. All ranks go through the same rounds."""
-    nodes: Mapping[str, list[int]] = nodes_of(ranks)
-    rank, members = dist.get_rank(), list(nodes.values())
+    """Time this rank's links; return its samples by round. All ranks go through the same rounds in the same order."""
+    ranks_by_node: Mapping[str, list[int]] = nodes_of(ranks)
+    rank = dist.get_rank()
+    node_ranks = list(ranks_by_node.values())
     samples: JsonDict = {}
-    for name, pairs in (rounds_inside(members) | rounds_between(members)).items():
+    for name, pairs in (rounds_inside(node_ranks) | rounds_between(node_ranks)).items():
         advance(f"links {name}", 0.02)
         samples[name] = pair_round(pairs, rank, device, at_once=name.endswith("at once"))
-    groups = {f"all-to-all inside {node}": (ranks, dist.new_group(ranks)) for node, ranks in nodes.items()}
-    if len(members) > 1:
+    groups = {}
+    for node, members in ranks_by_node.items():
+        groups[f"all-to-all inside {node}"] = (members, dist.new_group(members))
+    if len(ranks_by_node) > 1:
         groups["all-to-all of all"] = (list(range(dist.get_world_size())), dist.group.WORLD)
-    for name, (of_group, group) in groups.items():
+    for name, (members, group) in groups.items():
         advance(name, 0.02)
-        samples[name] = list(all_to_all_round(of_group, group, rank, device))
-        if group is not dist.group.WORLD and rank in of_group:
-            dist.destroy_process_group(group)  # its buffers are the model's now
+        samples[name] = list(all_to_all_round(members, group, rank, device))
+        if group is not dist.group.WORLD and rank in members:
+            dist.destroy_process_group(group)  # frees its buffers for the model
     return samples
 
 
 @contextmanager
 def _progress(shown: bool) -> Iterator[Advance]:
-    """Show a bar on stderr."""
+    """Show a progress bar on stderr, if ``shown``."""
     if not shown:
         yield lambda what, share: None
         return

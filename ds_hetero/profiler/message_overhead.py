@@ -1,4 +1,4 @@
-"""Host time of one round of messages, without the time that a rank waits for the others."""
+"""Host time of one round of messages, without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from ds_hetero.runtime.attention.head_exchange import (
     scatter_sequence,
 )
 
-EXCHANGES = 24  # repeats of each of a block's four exchanges; chosen, never measured
-BUSY_S = 0.2  # of work without waiting, to see how much of a core the rank has; chosen, never measured
+EXCHANGES = 24  # repeats of each of a block's four all-to-alls; chosen, never measured
+BUSY_S = 0.2  # of work without waiting, to measure the rank's share of a core; chosen, never measured
 
 
 def message_overhead_s(device: torch.device) -> float:
-    """Return this rank's host time for one round of messages: the mean of the four exchanges of a block.
+    """Return this rank's host time for one round of messages: the mean of the four all-to-alls of a block.
 
-    It is the CPU time of this thread, which leaves waiting out, times the wall time that the thread takes for a second
-    of CPU time: a rank may have a part of a core only. 0 where a device computes, since the host runs ahead of it.
+    CPU time of this thread does not count waiting. It is multiplied by the wall time of a second of CPU time, as a rank
+    may have only a part of a core: 0.1 ms of CPU time on half a core are 0.2 ms. 0 for GPUs, as the host runs ahead of
+    its device.
 
     Caller: every rank.
-    Collectives: the four exchanges of a block of attention, with few bytes, ``EXCHANGES + 1`` times.
+    Collectives: the four all-to-alls of a block of attention, with few bytes, ``EXCHANGES + 1`` times.
     """
     if device.type != "cpu":
         return 0.0
@@ -55,7 +56,7 @@ def _cpu_time_of_exchange_s() -> float:
 
 
 def _wall_per_cpu_time() -> float:
-    """Wall time over CPU time of work that never waits: 1 on a core of its own, 2 on half a core."""
+    """Wall time over CPU time of work that never waits: 1 on a full core, 2 on half a core."""
     matrix = torch.ones(128, 128)
     wall_begin, cpu_begin = time.perf_counter(), time.thread_time()
     while time.perf_counter() < wall_begin + BUSY_S:
