@@ -1,7 +1,4 @@
-"""Options that several commands share. Those of a cluster, a model and a training are in `scenario`.
-
-Lengths of documents as commands take them: a JSON file, or the name of a published distribution.
-"""
+"""Options that several commands share, and their types. Options of cluster, model and training are in `scenario`."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class _Tokens(click.ParamType):  # type: ignore[type-arg]  # generic in new rele
         try:
             return int(digits) * {"": 1, "K": 1024, "M": 1024**2}[unit]
         except ValueError:
-            self.fail(f"{value!r} is no number of tokens, such as 131072, or 128K for 128 x 1024.", param, ctx)
+            self.fail(f"{value!r} is not a number of tokens, such as 131072, or 128K for 128 x 1024.", param, ctx)
 
 
 class _Amount(click.ParamType):  # type: ignore[type-arg]
@@ -51,7 +48,7 @@ class _Amount(click.ParamType):  # type: ignore[type-arg]
         except ValueError:
             amount = 0.0
         if not 1 <= amount < 1e18:
-            self.fail(f"{value!r} is no number of tokens of a training, such as 300M or 1B.", param, ctx)
+            self.fail(f"{value!r} is not a number of training tokens, such as 300M or 1B.", param, ctx)
         return amount
 
 
@@ -75,22 +72,26 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object 
 
 
 def same_line(command: click.Command) -> str:
-    """Return the line that asks another command the same: with the options that were given, as far as it takes them."""
+    """Return the line of another command with the options of this one that it also takes."""
     context = click.get_current_context()
-    taken = {parameter.name for parameter in command.params}
+    accepted = {parameter.name for parameter in command.params}
     words = ["ds-hetero", str(command.name)]
     for parameter in context.command.params:
         name = str(parameter.name)
-        is_given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if is_given and name in taken and isinstance(parameter, click.Option):
-            value = context.params[name]
-            flag = parameter.opts[0] if value is not False else (parameter.secondary_opts or parameter.opts)[0]
-            words += [flag] if parameter.is_flag else [flag, shlex.quote(str(value))]
+        is_written = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if not is_written or name not in accepted or not isinstance(parameter, click.Option):
+            continue
+        value = context.params[name]
+        # A switch such as --causal/--full has the name of its off side in secondary_opts.
+        flag = parameter.opts[0] if value is not False else (parameter.secondary_opts or parameter.opts)[0]
+        words.append(flag)
+        if not parameter.is_flag:
+            words.append(shlex.quote(str(value)))
     return " ".join(words)
 
 
 def batch_of_pipelines(parallel: str, global_batch: int | None) -> int | None:
-    """``--global-batch`` where ``--parallel`` asks for pipelines. Raises `PlanError`: unknown kind, or no batch."""
+    """Return ``--global-batch`` for ``--parallel full``, else None. Raises `PlanError`: unknown value, or no batch."""
     if parallel not in ("sequence", "full"):
         raise PlanError(f"--parallel {shortened(parallel)} is unknown; it is sequence or full.")
     if parallel == "full" and global_batch is None:
@@ -98,11 +99,11 @@ def batch_of_pipelines(parallel: str, global_batch: int | None) -> int | None:
     return global_batch if parallel == "full" else None
 
 
-MAX_DOCUMENTS = 100_000
+MAX_DOCUMENTS = 100_000  # of a lengths file; chosen, never measured
 
 
 def read_lengths(path: str) -> list[int]:
-    """Lengths of documents: a JSON list of tokens, or an object with it as ``lengths``. Raises `PlanError`."""
+    """Read document lengths: a JSON list of tokens, or an object with the list as ``lengths``. Raises `PlanError`."""
     data = read_file(path, "lengths", PlanError)
     if isinstance(data, Mapping):
         data = data.get("lengths")
@@ -117,7 +118,7 @@ def read_lengths(path: str) -> list[int]:
 
 
 def read_distribution(source: str) -> LengthDistribution:
-    """A published distribution by name, or a file of lengths that are equally likely. Raises `PlanError`: neither."""
+    """Return a published distribution by name, or that of a lengths file. Raises `PlanError`: it is neither."""
     from ds_hetero.planner.documents.length_distributions import DISTRIBUTIONS, LengthDistribution
 
     if source in DISTRIBUTIONS and not is_file(source):

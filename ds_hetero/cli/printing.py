@@ -1,4 +1,4 @@
-"""How commands write: one JSON object for machines, tables and lines for people, and files that can be written."""
+"""Output of the commands: one JSON object for machines, tables and lines for people, and files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PLANS = (".json", ".html")
 
 
 def check_out(out: Path | None, option: str = "--out", endings: Sequence[str] = ()) -> None:
-    """Refuse a file that cannot be written, before anything is computed. Raises `PlanError`: why it cannot.
+    """Refuse a file that cannot be written, before anything is computed. Raises `PlanError`: the reason.
 
     Args:
-        endings: of names, each of which is a kind of file that can be written; any name where there are none.
+        endings: of file names, one for each kind of file that the command writes; empty for any name.
     """
     if out is None:
         return
@@ -35,16 +35,15 @@ def check_out(out: Path | None, option: str = "--out", endings: Sequence[str] = 
         raise PlanError(f"{option} must end in {' or '.join(endings)}, got {shortened(str(out))}.")
     try:
         folder, is_folder = out.resolve().parent, out.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a name that no file can have
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a name that a file cannot have
         raise PlanError(f"{option} {shortened(str(out))} cannot be written: {_reason(error)}.") from None
     if is_folder or not os.access(folder, os.W_OK):
-        where = shortened(str(folder))
-        reason = "it is a folder" if is_folder else f"{where} is no folder that may be written to"
+        reason = "it is a folder" if is_folder else f"{shortened(str(folder))} is not a writable folder"
         raise PlanError(f"{option} {shortened(str(out))} cannot be written: {reason}.")
 
 
 def write_out(out: Path, text: str) -> None:
-    """Write the file that ``--out`` names. Raises `PlanError` for what `check_out` cannot see, as a full disk."""
+    """Write the file of ``--out``. Raises `PlanError`: a fault that `check_out` cannot see, such as a full disk."""
     try:
         out.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -56,7 +55,7 @@ def _reason(error: Exception) -> str:
 
 
 def write_plan(out: Path, plan: JsonObject, scenario: JsonObject) -> None:
-    """Write a plan with what it was made for: as its file, or where ``out`` ends in .html as the page of ``report``."""
+    """Write a plan with its scenario: as a plan file, or as the page of ``report`` if ``out`` ends in .html."""
     if out.suffix == ".html":
         from ds_hetero.reporting.described_plan import DescribedPlan
         from ds_hetero.reporting.plan_page import plan_page
@@ -69,12 +68,12 @@ def write_plan(out: Path, plan: JsonObject, scenario: JsonObject) -> None:
 
 
 def print_json(data: JsonObject) -> None:
-    """One JSON object on stdout."""
+    """Print one JSON object on stdout."""
     print(json.dumps(data, allow_nan=False))
 
 
 def print_written(out: Path | None, remark: str = "") -> None:
-    """Say what was written, if anything was."""
+    """Print the name of the written file, if there is one."""
     if out is not None:
         print(f"written to {out}{remark}")
 
@@ -87,14 +86,19 @@ def print_table(
     caption: str | None = None,
     numbers: bool = False,
 ) -> None:
-    """Print a table; a row that is None draws a line, and ``numbers`` are aligned at the right."""
+    """Print a table.
+
+    Args:
+        rows: the cells of each row; None draws a line.
+        numbers: whether to align all columns but the first at the right.
+    """
     print(framed_table(columns, rows, title, numbers=numbers))
     if caption is not None:
         print(caption)
 
 
 def prediction_lines(prediction: Prediction) -> list[str]:
-    """Prediction of a schedule, how sure it is, and what limits it, in three lines."""
+    """Return three lines: the prediction of a schedule, its range, and its bottleneck."""
     least, most = (time_text(seconds) for seconds in prediction.range_s)
     return [
         f"predicted:  {time_text(prediction.block_s)} per block, {time_text(prediction.iteration_s)} per iteration, "
@@ -105,34 +109,34 @@ def prediction_lines(prediction: Prediction) -> list[str]:
 
 
 def terms_text(prediction: Prediction) -> str:
-    """The terms of a block as shares of it."""
+    """Return the shares of a block's time with their names: ``non-attention 61 %, all-to-all 7 %, ring 32 %``."""
     names = ("non-attention", "all-to-all", "ring")
     return ", ".join(f"{name} {share}" for name, share in zip(names, term_shares(prediction), strict=True))
 
 
 def term_shares(prediction: Prediction) -> list[str]:
-    """Shares of a block: outside attention, all-to-all, ring."""
+    """Return the shares of a block's time: outside attention, in all-to-alls, in ring steps."""
     terms = prediction.terms
     parts = (terms.non_attention_s, terms.all_to_all_s, terms.ring_steps_s)
     return [f"{100 * seconds / prediction.block_s:.0f} %" for seconds in parts]
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
-    """``0-3, 7``."""
-    runs: list[list[int]] = []
+    """Return ranks as ranges: ``0-3, 7``."""
+    ranges: list[tuple[int, int]] = []  # first and last rank
     for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], rank)
         else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+            ranges.append((rank, rank))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 _COLUMNS = ("pipelines", "micro-batches", "stage", "devices", "layers", "time", "memory GiB", "of")
 
 
 def print_pipelines(costs: StageCosts, finished: Finished) -> None:
-    """One row per stage; pipelines of one makeup once."""
+    """Print a table of the stages, one row per stage; equal pipelines are printed once."""
     print_table(_COLUMNS, _rows(costs, finished))
 
 
@@ -140,20 +144,21 @@ def _rows(costs: StageCosts, finished: Finished) -> Iterator[tuple[str, ...] | N
     from ds_hetero.planner.pipeline_search.finish import memory_bytes
 
     memory = memory_bytes(costs, finished)
-    for members in finished.makeups:
-        i = members[0]
-        pipeline, cut = finished.candidate.placed[i], finished.candidate.cuts[i]
-        head = (f"{len(members)} x", f"{pipeline.micro_batches} of {pipeline.micro_batch_size}")
+    for equal_pipelines in finished.makeups:
+        number = equal_pipelines[0]
+        pipeline, cut = finished.candidate.placed[number], finished.candidate.cuts[number]
+        pipeline_cells = (f"{len(equal_pipelines)} x", f"{pipeline.micro_batches} of {pipeline.micro_batch_size}")
         for j, block in enumerate(pipeline.blocks):
             devices = [costs.pools.kinds[part.kind].device for part in block.parts]
             names = [f"{part.size} {device.name}" for part, device in zip(block.parts, devices, strict=True)]
+            inner = "" if block.inner == "one" else f" {block.inner}"
             yield (
-                *(head if j == 0 else ("", "")),
+                *(pipeline_cells if j == 0 else ("", "")),  # in the first row of the pipeline only
                 str(j),
-                f"{' + '.join(names)}{'' if block.inner == 'one' else f' {block.inner}'}",
+                " + ".join(names) + inner,
                 f"{sum(cut.layers[:j])}-{sum(cut.layers[: j + 1])}",
                 time_text(cut.forward_s[j] + cut.backward_s[j]),
-                " + ".join(map(bytes_text, memory[i][j])),
+                " + ".join(map(bytes_text, memory[number][j])),
                 " + ".join(bytes_text(device.usable_bytes) for device in devices),
             )
         yield None

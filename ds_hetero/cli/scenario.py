@@ -1,4 +1,4 @@
-"""Inputs of most commands: a cluster, a model, a workload and the cost model that judges them; and plans."""
+"""Inputs of most commands: the scenario, which is cluster, model, workload and cost model; and plan files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,13 +116,13 @@ class Scenario(PlanScenario):
 
     @property
     def cost(self) -> CostModel:
-        """The cost model of one replica. Raises `PlanError`: more ranks than tokens, or an unknown cost model."""
+        """Cost model of one replica. Raises `PlanError`: more ranks than tokens, or an unknown cost model."""
         check_workload(self.cluster, self.workload)
         return make_cost_model(self.cost_model, self.cluster, self.model, self.workload)
 
     @property
     def cost_of_documents(self) -> CalibratedCostModel:
-        """The cost model, if it is one that places documents. Raises `PlanError`: it is not, or see `cost`."""
+        """Cost model for placing documents. Raises `PlanError`: it is not the calibrated one; or see `cost`."""
         cost = self.cost
         if not isinstance(cost, CalibratedCostModel):
             raise PlanError(f"documents are placed under the calibrated cost model, not the {cost.name} one.")
@@ -136,7 +137,7 @@ class Scenario(PlanScenario):
         return make_stage_costs(self.cost_model, cluster or self.cluster, self.model, self.workload, find)
 
     def with_workload(self, **changes: Any) -> Scenario:
-        """Return the same with some fields of the workload changed."""
+        """Return the scenario with some fields of the workload changed."""
         return replace(self, workload=replace(self.workload, **changes))
 
 
@@ -146,14 +147,14 @@ _OF_CLUSTERS = ("cluster", "gpus", "network", "nics", "host_memory", "price", "s
 def scenario_options(
     cluster: Callable[..., Any] | None = None, *, batch: bool = True, memory: bool = True, cost_model: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the options that describe a scenario; the command gets it, read and checked, as ``scenario``.
+    """Add the options of a scenario to a command, which gets the scenario, read and checked, as ``scenario``.
 
     Args:
-        cluster: the option that names clusters by file; left out, the options that describe one in any way.
-        batch: with ``--micro-batch`` and ``--micro-batches``.
-        memory: with ``--zero-stage``, ``--checkpointing``, ``--tiled-mlp``, ``--offload-activations`` and
-            ``--offload-optimizer``.
-        cost_model: with ``--cost-model``; without it is the calibrated one.
+        cluster: option that names clusters by file; left out, all options that describe a cluster.
+        batch: whether to add ``--micro-batch`` and ``--micro-batches``.
+        memory: whether to add ``--zero-stage``, ``--checkpointing``, ``--tiled-mlp``, ``--offload-activations``,
+            ``--offload-optimizer`` and the options of the trained weights.
+        cost_model: whether to add ``--cost-model``; without it, the cost model is the calibrated one.
     """
     options = (
         *(_CLUSTER if cluster is None else (cluster,)),
@@ -182,7 +183,7 @@ def scenario_options(
 
 
 def _take_scenario(arguments: JsonDict) -> Scenario:
-    """Make the scenario of the options that describe one, and take these out of ``arguments``."""
+    """Make the scenario from its options, and remove these from ``arguments``."""
 
     def taken(*names: str) -> JsonDict:
         return {name: arguments.pop(name) for name in names if name in arguments}
@@ -200,7 +201,7 @@ def _take_scenario(arguments: JsonDict) -> Scenario:
 
 
 def _trained(train: str = "full", optimizer: str = "adamw", gradient_dtype: str = "bf16") -> JsonDict:
-    """Fields of a workload that say which weights are trained, and in what bytes."""
+    """Return the fields of a workload on trained weights, and on the bytes of their gradients and optimizer state."""
     training = read_training(train)
     return {
         "adapter_rank": training.adapter_rank,
@@ -219,26 +220,30 @@ def _read_clusters(
     price: str | None = None,
     save_cluster: Path | None = None,
 ) -> tuple[Cluster, ...]:
-    """Load the clusters that the options name; what was decided for the user, and what cannot train, goes to stderr.
+    """Load the clusters that the options name; print remarks on choices and on unsupported devices to stderr.
 
     Raises:
-        ClusterError: a cluster is none.
-        PlanError: the file cannot be written.
+        ClusterError: a cluster cannot be read.
+        PlanError: the file of ``--save-cluster`` cannot be written.
     """
     if (cluster is None) == (gpus is None):
         raise click.UsageError("give either --cluster or --gpus.")
     if gpus is None:
         if (network, nics, save_cluster) != (None, None, None):
             raise click.UsageError("--network, --nics and --save-cluster belong to --gpus.")
-        clusters = [load_cluster(name) for name in ((cluster,) if isinstance(cluster, str) else cluster or ())]
-        _say(device_remarks([device for loaded in clusters for device in loaded.devices]))
+        names = (cluster,) if isinstance(cluster, str) else cluster or ()
+        clusters = list(map(load_cluster, names))
+        _print_notes(device_remarks(list(chain.from_iterable(loaded.devices for loaded in clusters))))
         if host_memory is not None:
-            clusters = [with_host_memory(each, host_memory) for each in clusters]
-        priced = (c if price is None else with_prices(c, read_prices(price, c)) for c in clusters)
-        return tuple(priced)
+            clusters = [with_host_memory(loaded, host_memory) for loaded in clusters]
+        if price is not None:
+            clusters = [with_prices(loaded, read_prices(price, loaded)) for loaded in clusters]
+        return tuple(clusters)
     notation = read_notation(gpus, network, nics)
-    for entry in notation.content["nodes"] if host_memory is not None else ():
-        entry["host_memory_gib"] = host_memory
+    # Options also go into the content, which --save-cluster writes.
+    if host_memory is not None:
+        for entry in notation.content["nodes"]:
+            entry["host_memory_gib"] = host_memory
     loaded = load_cluster(notation.content)
     if price is not None:
         prices = read_prices(price, loaded)
@@ -250,20 +255,22 @@ def _read_clusters(
         check_cluster_file("--save-cluster", save_cluster)
         check_out(save_cluster, "--save-cluster")
         write_cluster(notation.content, save_cluster)
-    _say((*notation.remarks, *device_remarks(loaded.devices)))
+    _print_notes((*notation.remarks, *device_remarks(loaded.devices)))
     return (loaded,)
 
 
-def _say(remarks: Sequence[str]) -> None:
+def _print_notes(remarks: Sequence[str]) -> None:
     for remark in remarks:
         print(f"note: {remark}.", file=sys.stderr)
 
 
 def read_schedule(source: str, cost: CostModel) -> Schedule:
-    """Read a schedule file or the output of ``ds-hetero plan --json``, or make a schedule by the name of a strategy.
+    """Read a schedule from a file or from the output of ``ds-hetero plan --json``, or make that of a strategy.
+
+    A file comes before a strategy of the same name.
 
     Raises:
-        ScheduleError: no such file, not JSON, not a schedule, or several replicas.
+        ScheduleError: the file does not exist, is not JSON, has another content than a schedule, or several replicas.
         PlanError: the strategy has no schedule for this cluster.
     """
     if not is_file(source) and source in STRATEGIES:
@@ -286,13 +293,17 @@ def read_schedule(source: str, cost: CostModel) -> Schedule:
 
 
 def read_plan_file(path: Path) -> Plan:
-    """Read a plan file, or what ``ds-hetero plan --json`` printed. Raises `PlanError` or `ScheduleError`."""
+    """Read a plan file, or the output of ``ds-hetero plan --json``. Raises `PlanError` or `ScheduleError`."""
     data = read_file(path, "plan", PlanError)
     return read_plan(data["plan"] if isinstance(data, dict) and "plan" in data else data)
 
 
 def judge_plan_file(scenario: Scenario, path: Path) -> tuple[Plan, StageCosts, Finished]:
-    """Read a plan of pipelines and predict it, with its own recomputation. Raises `PlanError`, `ScheduleError`."""
+    """Read a plan of pipelines and predict it, with the plan's setting of recomputation.
+
+    Raises:
+        PlanError, ScheduleError: the file cannot be read, or its plan is not one for this scenario.
+    """
     from ds_hetero.planner.pipelines.given import judge_given
     from ds_hetero.planner.pipelines.native_types import expect_trainable
 

@@ -1,4 +1,4 @@
-"""``ds-hetero doctor``: would ds_hetero work here, and if not, why? What a section comes to is in `doctor_section`."""
+"""``ds-hetero doctor``: checks whether training would start here. Checks of a section are in `doctor_section`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ds_hetero.decision.facts import ModelFacts
 
-HEAD_DIM = 128  # of today's models
+HEAD_DIM = 128  # with which kernels are tried: that of most models
 
 
 @click.command
@@ -55,7 +55,7 @@ def doctor(config: Path | None, world_size: int, model: str | None, as_json: boo
 
 
 def _end_without_torch(config: Path | None, as_json: bool) -> NoReturn:
-    """Say what is installed and what is missing; kernels and sections are looked at with torch alone."""
+    """Report installed and missing packages, and end with exit code 1; kernels and sections cannot be checked."""
     packages = list(map(_package, installed_packages()))
     report = {"healthy": False, "packages": packages, "devices": [], "section": None}
     if as_json:
@@ -69,7 +69,7 @@ def _end_without_torch(config: Path | None, as_json: bool) -> NoReturn:
 
 
 def model_of(source: str | None) -> nn.Module | None:
-    """The model of a source, without weights; None without one, or if it cannot be built. Raises `ModelError`."""
+    """Build a model without weights; None without a source, or without transformers. Raises `ModelError`."""
     if source is None or find_spec("transformers") is None:
         return None
     from ds_hetero.frameworks.transformers.model.facts import model_without_weights
@@ -86,7 +86,7 @@ def model_facts(
     seq_len: int | None,
     checkpointing: bool,
 ) -> ModelFacts:
-    """Facts of the model from the command's options. Raises `ModelError`: it cannot be read, or nobody knows it."""
+    """Return the facts of the model from the command's options. Raises `ModelError`: its configuration is unknown."""
     from ds_hetero.decision.facts import NO_MODEL, ModelFacts
 
     facts = ModelFacts(
@@ -100,16 +100,16 @@ def model_facts(
     if model is not None:
         from ds_hetero.frameworks.transformers.model.facts import describe_model
 
-        with contextlib.suppress(ModelError):  # `examine` says what is wrong with it
-            of_model = describe_model(model)
+        with contextlib.suppress(ModelError):  # `examine` reports its faults
+            model_description = describe_model(model)
             names = ("name", "num_heads", "num_kv_heads", "no_spec_reason", "head_dim", "softcap", "causal")
-            facts = replace(facts, **{name: getattr(of_model, name) for name in names})
+            facts = replace(facts, **{name: getattr(model_description, name) for name in names})
     try:
         spec = None if source is None else load_model(source)
     except ModelError:
         if model is None:
             raise
-        return facts  # it can be trained all the same, without a search
+        return facts  # the planner does not know it, but it can be trained
     if spec is None:
         return facts
     facts = replace(facts, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
@@ -117,7 +117,7 @@ def model_facts(
 
 
 def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.Module | None = None) -> JsonDict:
-    """Everything that is printed, as plain data; ``healthy`` says whether training would start."""
+    """Return the whole report as plain data; ``healthy`` says whether training would start."""
     from ds_hetero.cli.installed.doctor_section import examine_section
 
     packages = list(map(_package, installed_packages()))
@@ -128,13 +128,18 @@ def examine(config: Path | None, facts: ModelFacts, world_size: int, model: nn.M
 
 
 def _package(package: Package) -> JsonDict:
-    problem = None if package.is_tested else "not installed" if package.release is None else f"needs {package.tested}"
+    if package.is_tested:
+        problem = None
+    elif package.release is None:
+        problem = "not installed"
+    else:
+        problem = f"needs {package.tested}"
     optional = package.name in OPTIONAL
     return {"name": package.name, "version": package.release, "optional": optional, "problem": problem}
 
 
 def _kernels_by_device() -> list[JsonDict]:
-    """Every device with the kernels that work on it, by dtype; a reason for those that do not."""
+    """Kernels of every device by dtype: None for those that work, a reason for those that do not."""
     import torch
 
     from ds_hetero.runtime.attention.kernels import available
@@ -158,17 +163,13 @@ def _show_packages(report: JsonObject) -> None:
 
 def _show(report: JsonObject) -> None:
     _show_packages(report)
-    kernels = (
-        (f"{row['device']} ({row['name']})", dtype, kernel, reason or "works")
-        for row in report["devices"]
-        for dtype, verdicts in row["kernels"].items()
-        for kernel, reason in verdicts.items()
+    print_table(
+        ("device", "dtype", "kernel", "verdict"), _kernel_rows(report), f"Attention kernels, head size {HEAD_DIM}"
     )
-    print_table(("device", "dtype", "kernel", "verdict"), kernels, f"Attention kernels, head size {HEAD_DIM}")
     section = report["section"]
     if section is not None:
-        sound = "it is sound" if section["enabled"] else "absent or disabled: stock DeepSpeed runs"
-        print(f'"{SECTION}": {section["problem"] or sound}')
+        verdict = "it is sound" if section["enabled"] else "absent or disabled: stock DeepSpeed runs"
+        print(f'"{SECTION}": {section["problem"] or verdict}')
         if section["decided"] is not None:
             print(section["decided"])
         for data in section["schedules"] if section["predicted"] is None else ():
@@ -178,8 +179,16 @@ def _show(report: JsonObject) -> None:
     print("healthy" if report["healthy"] else "not healthy: see above")
 
 
+def _kernel_rows(report: JsonObject) -> Iterator[tuple[str, ...]]:
+    for device in report["devices"]:
+        name = f"{device['device']} ({device['name']})"
+        for dtype, reasons in device["kernels"].items():
+            for kernel, reason in reasons.items():
+                yield name, dtype, kernel, reason or "works"
+
+
 def _ranks(schedule: Schedule) -> Iterator[tuple[str, ...]]:
-    """Ranks as rows: their group's place in the ring, their share of the tokens, their heads."""
+    """Rows of the ranks: position of the group in the ring, share of the tokens, heads."""
     total_weight = sum(group.weight for group in schedule.groups)
     for rank in schedule.ranks:
         position = schedule.ring_position(rank)

@@ -1,4 +1,4 @@
-"""Effect of a section of a ds_config.json on a job's ranks: a part of ``ds-hetero doctor``."""
+"""Checks of the section of a ds_config.json, without a job: a part of ``ds-hetero doctor``."""
 
 from __future__ import annotations
 
@@ -54,10 +54,13 @@ from ds_hetero.values.section import SECTION, HeterogeneitySection
 
 
 def examine_section(config: Path, model_facts: ModelFacts, world_size: int, model: nn.Module | None) -> JsonDict:
-    """Say what a configuration's section comes to: schedules or pipelines and their prediction, or what is wrong.
+    """Check a configuration's section as the start of a job does.
 
     Args:
-        model: without weights, where one was given that transformers can build.
+        model: without weights; None if none was given, or transformers cannot build it.
+
+    Returns:
+        The schedules or pipelines that the section leads to, with their prediction; or its fault as ``"problem"``.
     """
     report: JsonDict = {"problem": None, "enabled": True, "schedules": [], "decided": None, "predicted": None}
     try:
@@ -72,17 +75,18 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
         if section.report is not None:
             expect_writable(section.report)
         sp_sizes = {"sequence_parallel_size of ds_config": training.sp_size}
-        by_batches = section.batch is not None
-        of_model = as_whole(model_facts) if by_batches else model_facts
-        facts = JobFacts(section=section, model=of_model, training=training, sp_sizes=sp_sizes)
-        plan = (
-            plan_of_batches(section.batch, training, world_size) if section.batch else given_plan(section, world_size)
-        )
+        has_batches = section.batch is not None  # every rank then runs the whole model
+        job_model = as_whole(model_facts) if has_batches else model_facts
+        facts = JobFacts(section=section, model=job_model, training=training, sp_sizes=sp_sizes)
+        if section.batch:
+            plan: Plan | None = plan_of_batches(section.batch, training, world_size)
+        else:
+            plan = given_plan(section, world_size)
         in_pipelines = wants_search(section) or (plan is not None and is_of_pipelines(plan, section))
         _expect_native_bf16(facts, in_pipelines=in_pipelines)
         if in_pipelines:
             return {**report, **_pipelines(facts, plan, ds_config, world_size, model)}
-        if model is not None and not by_batches:
+        if model is not None and not has_batches:
             from ds_hetero.frameworks.transformers.model.model_checks import check_model
 
             check_model(model)
@@ -92,9 +96,9 @@ def examine_section(config: Path, model_facts: ModelFacts, world_size: int, mode
 
 
 def _expect_native_bf16(facts: JobFacts, *, in_pipelines: bool) -> None:
-    """Refuse bfloat16 where this machine's GPU lacks it. Raises `ConfigError`, as the start of the job.
+    """Refuse bfloat16 if this machine's GPU has no hardware for it. Raises `ConfigError`, as the start of the job.
 
-    A machine without a GPU, on which a job for others is looked at, says nothing of theirs.
+    A machine without a GPU is taken for one on which a job for other machines is prepared.
     """
     is_known = facts.model.no_spec_reason != NO_MODEL or facts.training.mixed_precision is not None
     if is_known and torch.cuda.is_available():
@@ -105,12 +109,13 @@ def _expect_native_bf16(facts: JobFacts, *, in_pipelines: bool) -> None:
 def _decision(
     facts: JobFacts, plan: Plan | None, ds_config: JsonObject, world_size: int, model: nn.Module | None
 ) -> JsonDict:
-    """The schedules, and the prediction where devices and model are known; or when and how they will be decided."""
+    """Return the schedules, and the prediction if devices and model are known; or why they are decided later."""
     section = facts.section
     _check_before_deciding(facts, plan, ds_config, world_size, model)
     if later := _decided_at_start(facts, world_size):
         return {"decided": later}
-    if section.cluster == "measure" and section.zero_partition == "memory":  # shares of the measured memory
+    if section.cluster == "measure" and section.zero_partition == "memory":
+        # The shares follow from memory that only a job measures; the schedules do not depend on them.
         facts = replace(facts, section=section.model_copy(update={"zero_partition": "uniform"}))
     decision = decide(facts, world_size, measured=None, on_host=False, plan=plan)
     if decision.plan.batch_split is not None and section.batch is None:
@@ -133,7 +138,7 @@ def _decision(
 def _check_before_deciding(
     facts: JobFacts, plan: Plan | None, ds_config: JsonObject, world_size: int, model: nn.Module | None
 ) -> None:
-    """Checks of a job's start that need no measurement or search. Raises `HeteroError`, as the start of the job."""
+    """Run the checks of a job's start that need neither measurement nor search. Raises `HeteroError`, as there."""
     section = facts.section
     if facts.model.no_spec_reason == NO_MODEL:
         expect_kernel(facts)
@@ -154,16 +159,16 @@ def _check_before_deciding(
 def _expect_partition(
     section: HeterogeneitySection, ds_config: JsonObject, weights: Sequence[float], model: nn.Module | None
 ) -> None:
-    """Refuse ZeRO partitions that DeepSpeed, if it is there, rules out. Raises `ConfigError`, as the job's start."""
-    ours = section.zero_within is not None or not is_even(weights)
-    if ours and find_spec("deepspeed") is not None:
+    """Refuse ZeRO partitions that the installed DeepSpeed rules out. Raises `ConfigError`, as the job's start."""
+    differs_from_stock = section.zero_within is not None or not is_even(weights)
+    if differs_from_stock and find_spec("deepspeed") is not None:
         from ds_hetero.frameworks.deepspeed.zero.optimizers import expect_possible
 
         expect_possible(ds_config, weights, model)
 
 
 def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:
-    """Why the schedule is only decided when the job starts; None where it can be decided now."""
+    """Say why the schedule is only decided when the job starts; None if it can be decided now."""
     section, model = facts.section, facts.model
     if (sp_size_of(facts.sp_sizes) or world_size) == 1:
         return None
@@ -185,11 +190,11 @@ def _decided_at_start(facts: JobFacts, world_size: int) -> str | None:
 def _pipelines(
     facts: JobFacts, plan: Plan | None, ds_config: JsonObject, world_size: int, model: nn.Module | None
 ) -> JsonDict:
-    """Return the plan and its prediction, or when they will be decided. Raises `HeteroError`, as the job's start.
+    """Return the plan and its prediction, or why they are decided later. Raises `HeteroError`, as the job's start.
 
     Args:
-        plan: in the section's file; None where it is searched for.
-        model: without weights, where one was given that transformers can build.
+        plan: from the section; None if the planner is to search for one.
+        model: without weights; None if none was given, or transformers cannot build it.
     """
     section = facts.section
     check_pipeline_section(section)
@@ -199,12 +204,12 @@ def _pipelines(
     no_inners = _check_model(model, plan)
     if plan is None:
         return _searched(PipelineFacts(job=facts, no_inners=no_inners), world_size)
-    said = [pipelines_text(plan), _prediction(facts, plan, world_size), *idle_keys(section, plan)]
-    return {"plan": plan.to_dict(), "decided": "\n".join(said)}
+    lines = [pipelines_text(plan), _prediction(facts, plan, world_size), *idle_keys(section, plan)]
+    return {"plan": plan.to_dict(), "decided": "\n".join(lines)}
 
 
 def _check_model(model: nn.Module | None, plan: Plan | None) -> dict[str, str]:
-    """Refuse a model that cannot be cut; return why ranks cannot share the work of its stages."""
+    """Refuse a model that cannot be divided into stages; return `PipelineFacts.no_inners` of the model."""
     if model is None:
         return {}
     from ds_hetero.frameworks.transformers.stages import check_cuttable, check_stages, impossible_inners
@@ -230,16 +235,16 @@ def _searched(facts: PipelineFacts, world_size: int) -> JsonDict:
             "profile) and name the file as the cluster."
         }
     searched = search_pipelines(facts, world_size, measured=None, on_host=False)
-    said = [pipelines_text(searched.plan), searched_text(searched), *idle_keys(job.section, searched.plan)]
-    return {"plan": searched.plan.to_dict(), "decided": "\n".join(said)}
+    lines = [pipelines_text(searched.plan), searched_text(searched), *idle_keys(job.section, searched.plan)]
+    return {"plan": searched.plan.to_dict(), "decided": "\n".join(lines)}
 
 
 def _prediction(facts: JobFacts, plan: Plan, world_size: int) -> str:
-    """Prediction for a given plan, where devices, model and length are known."""
+    """Describe the prediction of a plan, or the inputs that it lacks."""
     section, model = facts.section, facts.model
     seq_len = section.seq_len or plan.seq_len or model.max_seq_len
-    known = {'a cluster file as "cluster"': section.cluster != "measure", "--model": model.spec, "--seq-len": seq_len}
-    if missing := [name for name, value in known.items() if not value]:
+    inputs = {'a cluster file as "cluster"': section.cluster != "measure", "--model": model.spec, "--seq-len": seq_len}
+    if missing := [name for name, value in inputs.items() if not value]:
         return f"no prediction of the step time without {' and '.join(missing)}"
     assert model.spec is not None
     cluster = load_cluster(section.cluster)

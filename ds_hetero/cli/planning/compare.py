@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from ds_hetero.cost.stages.stage import StageCosts
     from ds_hetero.planner.results.pipelines import PlannedPipelines
 
-# Into how many units tokens and heads are cut for the exact solver, by number of ranks: seconds, at worst minutes.
+# Number of units into which tokens and heads are divided for the exact solver, by number of ranks. With these it takes
+# seconds, at worst minutes.
 TOKEN_UNITS = (1, 1, 24, 24, 24, 20, 12, 8, 6)
 HEAD_UNITS = (1, 64, 16, 16, 12, 8, 8, 6, 4)
 
@@ -54,9 +55,11 @@ def compare(
 
 
 def _strategies(scenario: Scenario, with_exact: bool, table: ProfileTable | None, as_json: bool) -> None:
+    """Compare the schedules of all strategies and published planners."""
     cost = scenario.cost
     rows: dict[str, JsonDict] = {}
-    for name in dict.fromkeys((*STRATEGIES, *(planner.name for planner in planners_of("schedule")))):
+    planner_names = [planner.name for planner in planners_of("schedule")]
+    for name in dict.fromkeys((*STRATEGIES, *planner_names)):
         try:
             schedule = strategy(name, cost, table)
         except PlanError as error:
@@ -67,16 +70,16 @@ def _strategies(scenario: Scenario, with_exact: bool, table: ProfileTable | None
     r_squared = fit_formula(table or table_of(cost)[0]).r_squared
     exact = _exact(scenario) if with_exact else None
     if as_json:
-        plain = {
-            name: {**row, "predicted": row["predicted"] and row["predicted"].to_dict()} for name, row in rows.items()
-        }
-        of_exact = {} if exact is None else {"exact": exact}
-        print_json({"strategies": plain, "formula_r_squared": r_squared, **of_exact})
+        plain = {}
+        for name, row in rows.items():
+            plain[name] = {**row, "predicted": row["predicted"] and row["predicted"].to_dict()}
+        exact_key = {} if exact is None else {"exact": exact}
+        print_json({"strategies": plain, "formula_r_squared": r_squared, **exact_key})
         return
     columns = ("strategy", "block", "tokens/s", "over uniform", "non-attn", "a2a", "ring", "MFU", "per M tokens")
     has_prices = all(device.price_per_hour is not None for device in scenario.cluster.devices)
-    shown = len(columns) if has_prices else len(columns) - 1
-    print_table(columns[:shown], (row[:shown] for row in _strategy_rows(cost, rows)), "Strategies")
+    num_columns = len(columns) if has_prices else len(columns) - 1  # without the price, which is the last one
+    print_table(columns[:num_columns], (row[:num_columns] for row in _strategy_rows(cost, rows)), "Strategies")
     print("\n".join((*_remarks(rows), assumed_line(scenario))))
     print(table_text(cost, table))
     if exact is not None:
@@ -89,19 +92,23 @@ def _strategies(scenario: Scenario, with_exact: bool, table: ProfileTable | None
 
 
 def _exact(scenario: Scenario) -> JsonDict:
-    """The optimum in coarse units, and the best of the search in the same units."""
+    """Return the optimum in coarse units, and the best result of the search in the same units, as data.
+
+    Raises:
+        PlanError: too many ranks for the exact solver, or no schedule in these units fits.
+    """
     num_ranks = scenario.cluster.num_ranks
     if num_ranks >= len(TOKEN_UNITS):
         raise PlanError(f"--exact takes at most {len(TOKEN_UNITS) - 1} ranks, the cluster has {num_ranks}.")
     heads = scenario.model.num_heads
-    head_unit = min(
-        unit for unit in range(1, heads + 1) if heads % unit == 0 and heads // unit <= HEAD_UNITS[num_ranks]
-    )
+    divisors = [unit for unit in range(1, heads + 1) if heads % unit == 0]
+    head_unit = min(unit for unit in divisors if heads // unit <= HEAD_UNITS[num_ranks])
     token_unit = -(-scenario.workload.seq_len // TOKEN_UNITS[num_ranks])
     problem, rank_of = make_problem(scenario.cost, token_unit=token_unit, head_units=(head_unit,))
     searched = search(problem)
-    known_s = searched[0].time_s if searched else float("inf")
-    solved = solve_exact(problem, upper_bound_s=known_s)
+    # The solver needs to look only for schedules that are faster than the search's, and returns none if there are none.
+    searched_s = searched[0].time_s if searched else float("inf")
+    solved = solve_exact(problem, upper_bound_s=searched_s)
     best = solved.best or (searched[0] if searched else None)
     if best is None:
         raise PlanError(
@@ -111,8 +118,8 @@ def _exact(scenario: Scenario) -> JsonDict:
         "token_unit": token_unit,
         "head_unit": head_unit,
         "block_s": best.time_s,
-        "search_block_s": known_s if searched else None,
-        "gap": known_s / best.time_s - 1 if searched else None,
+        "search_block_s": searched_s if searched else None,
+        "gap": searched_s / best.time_s - 1 if searched else None,
         "schedule": schedule_of(problem, best, rank_of).to_dict(),
         "combinations": solved.combinations,
         "evaluated": solved.evaluated,
@@ -120,23 +127,28 @@ def _exact(scenario: Scenario) -> JsonDict:
 
 
 def _strategy_rows(cost: CostModel, rows: Mapping[str, JsonObject]) -> Iterator[tuple[str, ...]]:
-    uniform = [rows[name]["predicted"] for name in ("ulysses", "ring", "usp")]
-    best = max((p.tokens_per_s for p in uniform if p is not None and p.feasible), default=None)
+    """Rows of the table of strategies; speeds are compared with the best uniform schedule that fits."""
+    uniform_speeds = []
+    for name in ("ulysses", "ring", "usp"):
+        prediction: Prediction | None = rows[name]["predicted"]
+        if prediction is not None and prediction.feasible:
+            uniform_speeds.append(prediction.tokens_per_s)
+    best_uniform = max(uniform_speeds, default=None)
     for name, row in rows.items():
-        prediction: Prediction | None = row["predicted"]
+        prediction = row["predicted"]
         if prediction is None:
             yield name, *["-"] * 8
         else:
-            gain = f"{prediction.tokens_per_s / best:.2f} x" if best else "-"
+            gain = f"{prediction.tokens_per_s / best_uniform:.2f} x" if best_uniform else "-"
             rate = f"{prediction.tokens_per_s:,.0f}"
             price = price_of_prediction(cost, prediction)
             money = f"{price.per_million_tokens:,.3g}" if price.per_million_tokens is not None else "-"
-            shares = (*term_shares(prediction), f"{100 * price.mfu:.1f} %")
-            yield name, time_text(prediction.block_s), rate, gain, *shares, money
+            mfu = f"{100 * price.mfu:.1f} %"
+            yield name, time_text(prediction.block_s), rate, gain, *term_shares(prediction), mfu, money
 
 
 def _remarks(rows: Mapping[str, JsonObject]) -> Iterator[str]:
-    """Why a strategy has no schedule or does not fit, or what its schedule waits for."""
+    """Yield why a strategy has no schedule or does not fit; of the others, the bottleneck."""
     for name, row in rows.items():
         if row["predicted"] is None:
             yield row["reason"]
@@ -146,7 +158,7 @@ def _remarks(rows: Mapping[str, JsonObject]) -> Iterator[str]:
 
 
 def _pipelines(scenario: Scenario, global_batch: int, as_json: bool) -> None:
-    """Compare planners of pipelines, judged by one cost model."""
+    """Compare planners of pipelines under one cost model."""
     from ds_hetero.planner.pipeline_search.balance_bound import balance_bound_s
     from ds_hetero.planner.pipelines.native_types import expect_trainable
     from ds_hetero.planner.pipelines.planning import plan_pipelines, recomputing_or_not
@@ -169,7 +181,7 @@ def _pipelines(scenario: Scenario, global_batch: int, as_json: bool) -> None:
 
 
 def _other_searches(models: list[StageCosts], planned: PlannedPipelines) -> Iterator[JsonDict]:
-    """Published planners, with the recomputation that is best for each."""
+    """Yield the results of published planners, each with or without recomputation, whichever is faster."""
     from ds_hetero.planner.pipelines.planning import MICRO_BATCH_SIZES
     from ds_hetero.planner.pipelines.rivals import best_published
 

@@ -1,4 +1,4 @@
-"""``ds-hetero fit``: does it fit, up to which length, and what would make it fit?"""
+"""``ds-hetero fit``: whether a training fits into memory, up to which length, and which changes would make it fit."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.schedule import Schedule
 
 _BUCKET_HELP = "Elements of DeepSpeed's buffer for gradients; left out, DeepSpeed's default."
-MAX_COLUMNS = 6  # of ranks, as columns
+MAX_COLUMNS = 6  # kinds of ranks that the table of memory shows; chosen, never measured
 
 
 @dataclass(frozen=True, slots=True)
 class _Outlook:
-    """Outlook of one cluster: today's, or one of those that are asked for."""
+    """Result for one cluster: today's, or that of a ``--what-if``."""
 
-    name: str  # ``today``, or what is asked
-    cluster: Cluster  # its devices
-    longest: int  # sequence that fits
-    changed: Fitted | None  # its schedule and prediction after the remedy; None where nothing is near to fitting
-    remedy: tuple[Change, ...] = ()  # changes that make it fit; none where it fits without, or nothing helps
-    why_not: str | None = None  # a sentence that says why it does not fit; None where it does
+    name: str  # ``today``, or the text of the ``--what-if``
+    cluster: Cluster
+    longest: int  # tokens of the longest sequence that fits
+    changed: Fitted | None  # schedule and prediction after the remedy; None if no schedule comes near to fitting
+    remedy: tuple[Change, ...] = ()  # changes that make it fit; empty if it fits without, or nothing helps
+    why_not: str | None = None  # reason in a sentence, if it does not fit
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of a step over its time; None where there is no schedule."""
+        """Predicted tokens per second; None without a schedule."""
         if self.changed is None:
             return None
         return self.changed.prediction.tokens_per_s
 
     def to_dict(self) -> JsonDict:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return {
             "what_if": self.name,
             "devices": [device.name for device in self.cluster.devices],
@@ -98,7 +98,8 @@ def fit(
     """Does it fit into memory, up to which length, and what would make it fit? Ends with 0 if it fits, 1 if not."""
     scenario = scenario.with_workload(buffers=Buffers(reduce_bucket=reduce_bucket_size))
     source = schedule if schedule in STRATEGIES else read_schedule(schedule, scenario.cost)
-    others = [read_what_if(text, scenario.cluster) for text in what_if]
+    # Read first, so that a wrong option is refused before the searches.
+    changed_clusters = [read_what_if(text, scenario.cluster) for text in what_if]
     with _progress(["this cluster", "its longest sequence", "what would make it fit", *what_if]) as begin_next:
         begin_next()
         fitted = best_schedule(scenario.cost, source)
@@ -106,19 +107,19 @@ def fit(
         longest = longest_sequence(scenario.cost, source)
         begin_next()
         advice = () if fitted.fits else advise(fitted, source)
-        remedy = next((each for each in advice if each.fits), None)
+        remedy = _first_that_fits(advice)
         outlooks = [_outlook("today", fitted, source, remedy, longest)]
-        for text, cluster in zip(what_if, others, strict=True):
+        for text, cluster in zip(what_if, changed_clusters, strict=True):
             begin_next()
-            outlooks.append(_other_outlook(text, replace(scenario, clusters=(cluster,)), source, remedy))
-    every = stacks(fitted.cost, fitted.schedule)
+            outlooks.append(_what_if_outlook(text, replace(scenario, clusters=(cluster,)), source, remedy))
+    breakdowns = stacks(fitted.cost, fitted.schedule)
     price = price_of_prediction(fitted.cost, fitted.prediction)
     saves = None if copies is None else shared_memory(fitted.cost, copies)
     if as_json:
         further = {"price": price.to_dict(trained), "assumed": assumptions(scenario), "saves": saves}
-        print_json({**_report(fitted, every, longest, advice, outlooks), **further})
+        print_json({**_report(fitted, breakdowns, longest, advice, outlooks), **further})
     else:
-        _print_stacks(fitted, every)
+        _print_breakdowns(fitted, breakdowns)
         _print_verdict(scenario, fitted, longest, price.lines(trained) if fitted.fits else [])
         if saves is not None:
             print(saves_line(fitted.cost, saves))
@@ -127,20 +128,26 @@ def fit(
         raise click.exceptions.Exit(1)
 
 
+def _first_that_fits(advice: Sequence[Advice]) -> Advice | None:
+    """The cheapest advice that makes it fit, as advice comes cheapest first; None if none does."""
+    return next((change for change in advice if change.fits), None)
+
+
 @contextlib.contextmanager
 def _progress(steps: Sequence[str]) -> Iterator[Callable[[], None]]:
-    """A bar on stderr where somebody watches; the function begins the next step."""
+    """Show a progress bar on stderr, if that is a terminal; yield a function that begins the next step."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     console, names = Console(stderr=True), iter(steps)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(steps), completed=-1)
+        task = bar.add_task("", total=len(steps), completed=-1)  # the first step begins, and completes none
         yield lambda: bar.update(task, advance=1, description=next(names))
 
 
-def _other_outlook(name: str, scenario: Scenario, source: str | Schedule, remedy: Advice | None) -> _Outlook:
+def _what_if_outlook(name: str, scenario: Scenario, source: str | Schedule, remedy: Advice | None) -> _Outlook:
+    """Outlook of a changed cluster, which may have no schedule at all."""
     try:
         fitted = best_schedule(scenario.cost, source)
     except PlanError as error:
@@ -151,22 +158,26 @@ def _other_outlook(name: str, scenario: Scenario, source: str | Schedule, remedy
 def _outlook(
     name: str, fitted: Fitted, source: str | Schedule, remedy: Advice | None, longest: int | None = None
 ) -> _Outlook:
-    """Outlook of a cluster: as it is if that fits, else after today's remedy, or one of its own where there is none.
+    """Outlook of a cluster, after a remedy if the schedule does not fit without one.
+
+    The remedy is that of today's cluster, so that clusters are compared under the same changes; if today's fits without
+    one, it is the cheapest for this cluster.
 
     Args:
-        longest: sequence that fits as it is, where that is known.
+        longest: longest sequence that fits without a remedy, if it is known already.
     """
     cluster = fitted.cost.cluster
     if fitted.fits:
         longest = longest_sequence(fitted.cost, source) if longest is None else longest
         return _Outlook(name, cluster, longest, fitted)
     tried = advise(fitted, source) if remedy is None else (Advice.of(fitted, source, remedy.changes),)
-    best = next((each for each in tried if each.fits), None)
+    best = _first_that_fits(tried)
     if best is None or best.after is None:
         reason = fitted.prediction.reason
         if remedy is not None:
             after = tried[0].after
-            reason = f"with {remedy.name}, {tried[0].why_not if after is None else after.prediction.reason}"
+            remaining_reason = tried[0].why_not if after is None else after.prediction.reason
+            reason = f"with {remedy.name}, {remaining_reason}"
         return _Outlook(name, cluster, 0, fitted, (), reason)
     is_planned = any(change.name == PLANNED for change in best.changes)
     longest = longest_sequence(best.after.cost, "plan" if is_planned else source)
@@ -174,22 +185,22 @@ def _outlook(
 
 
 def _report(
-    fitted: Fitted, every: Sequence[Stack], longest: int, advice: Sequence[Advice], outlooks: Sequence[_Outlook]
+    fitted: Fitted, breakdowns: Sequence[Stack], longest: int, advice: Sequence[Advice], outlooks: Sequence[_Outlook]
 ) -> JsonDict:
     return {
         "fits": fitted.fits,
-        "ranks": [stack.to_dict() for stack in every],
+        "ranks": [breakdown.to_dict() for breakdown in breakdowns],
         "longest_sequence": longest,
         "schedule": fitted.schedule.to_dict(),
         "predicted": fitted.prediction.to_dict(),
-        "advice": [each.to_dict() for each in advice],
+        "advice": [change.to_dict() for change in advice],
         "today": outlooks[0].to_dict(),
         "what_if": [outlook.to_dict() for outlook in outlooks[1:]],
     }
 
 
 def _print_verdict(scenario: Scenario, fitted: Fitted, longest: int, price: Sequence[str]) -> None:
-    """Say whether it fits, how fast it is and what it costs."""
+    """Print whether the schedule fits, how fast it is and what it costs."""
     prediction, work = fitted.prediction, scenario.workload
     verdict = "fits" if fitted.fits else f"does not fit: {prediction.reason}"
     lines = [
@@ -206,60 +217,66 @@ def _print_verdict(scenario: Scenario, fitted: Fitted, longest: int, price: Sequ
 
 
 def _host_lines(fitted: Fitted) -> list[str]:
-    """Bytes that offloads put into the memory of the fullest machine, as a line; none without offloads."""
-    need, node = max(
-        zip(fitted.prediction.host_bytes, fitted.cost.cluster.nodes, strict=True), key=lambda each: each[0]
-    )
+    """A line with the offloaded bytes on the machine that has most of them; none without offloads."""
+    host_bytes = fitted.prediction.host_bytes
+    nodes = fitted.cost.cluster.nodes
+    fullest = max(range(len(nodes)), key=lambda node: host_bytes[node])
+    needed_bytes, node = host_bytes[fullest], nodes[fullest]
+    if not needed_bytes:
+        return []
     has = "" if node.host_memory_bytes is None else f" of {bytes_text(node.host_memory_bytes)}"
-    return [f"host:       offloads take {bytes_text(need)}{has} GiB of the memory of {node.name}"] if need else []
+    return [f"host:       offloads take {bytes_text(needed_bytes)}{has} GiB of the memory of {node.name}"]
 
 
 def _print_outlooks(outlooks: Sequence[_Outlook], advice: Sequence[Advice]) -> None:
-    """Other clusters, and what would make it fit."""
+    """Print the results for other clusters, and the changes that would make today's fit."""
     if len(outlooks) > 1:
         columns = ("what if", "fits", "longest", "per iteration", "tokens/s")
         print_table(columns, map(_outlook_row, outlooks), "The same on other clusters")
-        print("\n".join(f"{each.name} does not fit: {each.why_not}" for each in outlooks if each.why_not))
+        print("\n".join(f"{outlook.name} does not fit: {outlook.why_not}" for outlook in outlooks if outlook.why_not))
     if advice:
-        heads = ("change", "fits", "per iteration", "remark")
-        print_table(heads, map(_advice_row, advice), "What would make it fit, cheapest first")
-        best = next((each for each in advice if each.fits), None)
+        columns = ("change", "fits", "per iteration", "remark")
+        print_table(columns, map(_advice_row, advice), "What would make it fit, cheapest first")
+        best = _first_that_fits(advice)
         if best is None:
             print("nothing that this engine can do is enough; use shorter sequences, more cards or larger ones")
         else:
             print("\n".join(f"to do:      {change.how}" for change in best.changes))
 
 
-def _print_stacks(fitted: Fitted, every: Sequence[Stack]) -> None:
-    """A column per kind of rank, a row per part."""
+def _print_breakdowns(fitted: Fitted, breakdowns: Sequence[Stack]) -> None:
+    """Print the memory of the ranks: a column for equal ranks, a row for each part."""
     tokens = fitted.schedule.tokens(fitted.cost.workload.seq_len)
-    kinds: dict[tuple[str, ...], list[int]] = {}
-    for stack in every:
-        kinds.setdefault((stack.device, str(tokens[stack.rank]), *_cells(stack)), []).append(stack.rank)
+    ranks_of_column: dict[tuple[str, ...], list[int]] = {}
+    for breakdown in breakdowns:
+        column = (breakdown.device, str(tokens[breakdown.rank]), *_cells(breakdown))
+        ranks_of_column.setdefault(column, []).append(breakdown.rank)
+    columns = list(ranks_of_column)[:MAX_COLUMNS]
+    headings = [rank_ranges(ranks_of_column[column]) for column in columns]
     labels = ("device", "tokens", *(part.replace("_", " ") for part in PARTS), "total", "card", "free")
-    rows: list[Sequence[str] | None] = list(zip(labels, *list(kinds)[:MAX_COLUMNS], strict=True))
-    rows[-3:-3] = [None]
-    rows[2:2] = [None]
-    more = len(kinds) - MAX_COLUMNS
+    rows: list[Sequence[str] | None] = list(zip(labels, *columns, strict=True))
+    rows.insert(len(rows) - 3, None)  # a line above the totals
+    rows.insert(2, None)  # and one below device and tokens
+    num_more = len(ranks_of_column) - MAX_COLUMNS
     print_table(
-        ("", *map(rank_ranges, list(kinds.values())[:MAX_COLUMNS])),
+        ("", *headings),
         rows,
         "Memory of a rank at its peak, GiB",
-        caption=f"{more} more kinds of ranks: see --json" if more > 0 else None,
+        caption=f"{num_more} more kinds of ranks: see --json" if num_more > 0 else None,
         numbers=True,
     )
 
 
-def _cells(stack: Stack) -> tuple[str, ...]:
-    parts = (bytes_text(getattr(stack, part)) for part in PARTS)
-    return (*parts, bytes_text(stack.total), bytes_text(stack.card), bytes_text(stack.free))
+def _cells(breakdown: Stack) -> tuple[str, ...]:
+    parts = (bytes_text(getattr(breakdown, part)) for part in PARTS)
+    return (*parts, bytes_text(breakdown.total), bytes_text(breakdown.card), bytes_text(breakdown.free))
 
 
 def _advice_row(advice: Advice) -> tuple[str, ...]:
     if advice.after is None:
         return advice.name, "no", "-", str(advice.why_not)
     lacks = "" if advice.fits else f"{bytes_text(advice.missing_bytes)} GiB too much"
-    if not advice.fits and advice.missing_bytes <= 0:  # the cards hold it, a machine does not
+    if not advice.fits and advice.missing_bytes <= 0:  # it fits into the cards, but not into a host's memory
         lacks = str(advice.after.prediction.reason)
     return advice.name, "yes" if advice.fits else "no", time_text(advice.after.iteration_s), lacks
 

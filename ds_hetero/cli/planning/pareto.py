@@ -1,4 +1,4 @@
-"""``ds-hetero plan --objective pareto``: the plans of the front of time, money and energy, as table and picture."""
+"""``ds-hetero plan --objective pareto``: the Pareto front of time, money and energy, as table and picture."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ds_hetero.cli.printing import PICTURES, check_out, print_json, print_table, print_written
 from ds_hetero.cli.scenario import Scenario
+from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import time_text
 from ds_hetero.planner.pipelines.explain import shape_text
 from ds_hetero.planner.pipelines.native_types import expect_trainable
@@ -18,7 +19,7 @@ from ds_hetero.values.plans.plan import SCENARIO
 
 
 def show_front(scenario: Scenario, global_batch: int, out: Path | None, *, as_json: bool) -> None:
-    """Search the front, print it, and draw it if a picture is asked for. Raises `PlanError`, see `pareto_front`."""
+    """Search for the front, print it, and draw it if ``out`` is given. Raises `PlanError`: see `pareto_front`."""
     check_out(out, endings=PICTURES)
     expect_trainable(scenario.cluster.devices, scenario.workload)
     costs = None if scenario.cost_model == "calibrated" else scenario.stage_costs()
@@ -27,9 +28,7 @@ def show_front(scenario: Scenario, global_batch: int, out: Path | None, *, as_js
     if out is not None:
         _draw(front, out)
     if as_json:
-        keys = ("step_s", "per_million_tokens", "kwh_per_million_tokens", "plan")
-        rows = [(each.planned.step_s, each.money, each.kwh, each.planned.plan.to_dict()) for each in front]
-        print_json({"front": [dict(zip(keys, row, strict=True)) for row in rows], SCENARIO: scenario.to_dict()})
+        print_json({"front": list(map(_to_dict, front)), SCENARIO: scenario.to_dict()})
         return
     columns = ("step", "tokens/s", "price", "kWh", "devices", "plan")
     print_table(columns, [_row(scenario, choice) for choice in front])
@@ -37,27 +36,42 @@ def show_front(scenario: Scenario, global_batch: int, out: Path | None, *, as_js
     print_written(out)
 
 
+def _to_dict(choice: Choice) -> JsonDict:
+    return {
+        "step_s": choice.planned.step_s,
+        "per_million_tokens": choice.money,
+        "kwh_per_million_tokens": choice.kwh,
+        "plan": choice.planned.plan.to_dict(),
+    }
+
+
 def _row(scenario: Scenario, choice: Choice) -> tuple[str, ...]:
     planned = choice.planned
-    names = Counter(scenario.cluster.devices[rank].name for rank in planned.busy)
+    busy_devices = Counter(scenario.cluster.devices[rank].name for rank in planned.busy)
     return (
         time_text(planned.step_s),
         f"{planned.tokens_per_s:,.0f}",
-        *("-" if value is None else f"{value:,.3g}" for value in (choice.money, choice.kwh)),
-        ", ".join(f"{count} {name}" for name, count in names.items()),
+        _number_text(choice.money),
+        _number_text(choice.kwh),
+        ", ".join(f"{count} {name}" for name, count in busy_devices.items()),
         "sequence parallelism" if planned.finished is None else shape_text(planned.finished.candidate),
     )
 
 
+def _number_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.3g}"
+
+
 def _draw(front: Sequence[Choice], out: Path) -> None:
-    """Time against money and energy, as far as they are known."""
+    """Draw time against money and against energy; without prices, or watts, that axis is left out."""
     from matplotlib.figure import Figure
 
-    values = {"price": [choice.money for choice in front], "kWh": [choice.kwh for choice in front]}
-    known = {name: each for name, each in values.items() if None not in each}
-    figure = Figure(figsize=(7.0, 2.6 * len(known) + 0.4), layout="constrained")
-    for axes, (name, points) in zip(figure.subplots(len(known), 1, squeeze=False)[:, 0], known.items(), strict=True):
-        axes.plot([choice.planned.step_s for choice in front], points, "o", color="#4c78a8")
+    values_by_name = {"price": [choice.money for choice in front], "kWh": [choice.kwh for choice in front]}
+    drawn = {name: values for name, values in values_by_name.items() if None not in values}
+    figure = Figure(figsize=(7.0, 2.6 * len(drawn) + 0.4), layout="constrained")
+    all_axes = figure.subplots(len(drawn), 1, squeeze=False)[:, 0]
+    for axes, (name, values) in zip(all_axes, drawn.items(), strict=True):
+        axes.plot([choice.planned.step_s for choice in front], values, "o", color="#4c78a8")
         axes.set_xlabel("seconds per step")
         axes.set_ylabel(f"{name} per million tokens")
         axes.spines[["top", "right"]].set_visible(False)

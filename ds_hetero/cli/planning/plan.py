@@ -1,4 +1,4 @@
-"""``ds-hetero plan``: search the best schedule, or the best pipelines, and say why they are."""
+"""``ds-hetero plan``: searches for the best schedule, or the best pipelines, and explains the choice."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ _LENGTHS_HELP = (
     "Plan for batches of documents: a JSON file of lengths, or arxiv, github or prolong64k; --seq-len is the length "
     "of a row."
 )
-_SAMPLED_BATCHES = 8
+_SAMPLED_BATCHES = 8  # drawn from a distribution of lengths; chosen, never measured
 
 
 class _Answer(NamedTuple):
     """Result of a search."""
 
-    plan: JsonObject  # content of the plan's file
-    scenario: Scenario  # what the plan was made for
-    data: Callable[[], JsonObject]  # for machines
-    show: Callable[[], None]  # prints it for people
+    plan: JsonObject  # content of the plan file
+    scenario: Scenario  # of the plan
+    data: Callable[[], JsonObject]  # returns the output for machines
+    show: Callable[[], None]  # prints the output for people
 
 
 @click.command
@@ -125,7 +125,11 @@ def plan(
 
 
 def _front(scenario: Scenario, samples: int | None, out: Path | None, as_json: bool, *, is_bound: bool) -> None:
-    """Search the plans that none beats in time, money and energy; ``is_bound`` to a planner or a longest step."""
+    """Search for the Pareto front of time, money and energy.
+
+    Args:
+        is_bound: whether the options name a planner or a longest step, which the front does not take.
+    """
     if samples is None or is_bound:
         raise click.UsageError("--objective pareto is for --parallel full, without --at-most-s and --planner.")
     from ds_hetero.cli.planning.pareto import show_front
@@ -134,7 +138,7 @@ def _front(scenario: Scenario, samples: int | None, out: Path | None, as_json: b
 
 
 def _schedule(scenario: Scenario, layout: str | None, token_unit: int, planner: str | None, trained: float) -> _Answer:
-    """Search the best schedule of one replica, or take a published planner's."""
+    """Search for the best schedule of one replica, or for that of a published planner."""
     try:
         planned = plan_schedule(
             scenario.cluster,
@@ -151,9 +155,11 @@ def _schedule(scenario: Scenario, layout: str | None, token_unit: int, planner: 
         raise MemoryPlanError(
             f"{error} This says which changes are enough, and what they cost: {same_line(fit)}"
         ) from None
-    fewer = faster_with_fewer_ranks(scenario.cost, planned, layout) if planner is None else None
-    now_s = planned.prediction.iteration_s
-    stage = faster_zero_stage(scenario.cost, planned.schedule, now_s) if planner is None else None
+    fewer: FewerRanks | None = None
+    stage: OtherStage | None = None
+    if planner is None:  # a published planner's schedule is shown as it is
+        fewer = faster_with_fewer_ranks(scenario.cost, planned, layout)
+        stage = faster_zero_stage(scenario.cost, planned.schedule, planned.prediction.iteration_s)
     advice = {"leave_out": fewer and fewer.to_dict(), "zero_stage": stage and stage.to_dict()}
     price = _price(scenario, planned)
     lines = [*price.lines(trained), assumed_line(scenario)]
@@ -209,20 +215,26 @@ def _show_schedule(
 
 
 def _ranks(scenario: Scenario, planned: PlannedSchedule) -> Iterator[tuple[str, ...]]:
-    """Ranks that do the same in one row: group, device, tokens, heads, memory."""
-    tokens, capacity = planned.schedule.tokens(scenario.workload.seq_len), scenario.cost.capacity_bytes_D
+    """Rows of the table of ranks; equal ranks of a group are one row."""
+    tokens = planned.schedule.tokens(scenario.workload.seq_len)
+    capacity = scenario.cost.capacity_bytes_D
     for position, group in enumerate(planned.schedule.ring_groups):
-        rows: dict[tuple[str, ...], list[int]] = {}
+        ranks_of_row: dict[tuple[str, ...], list[int]] = {}
         for rank, heads in zip(group.ranks, group.heads, strict=True):
-            need = bytes_text(planned.prediction.memory_bytes[rank]), bytes_text(capacity[rank])
-            share = scenario.cluster.devices[rank].name, str(tokens[rank]), str(heads)
-            rows.setdefault((*share, *need), []).append(rank)
-        for row, ranks in rows.items():
+            row = (
+                scenario.cluster.devices[rank].name,
+                str(tokens[rank]),
+                str(heads),
+                bytes_text(planned.prediction.memory_bytes[rank]),
+                bytes_text(capacity[rank]),
+            )
+            ranks_of_row.setdefault(row, []).append(rank)
+        for row, ranks in ranks_of_row.items():
             yield (str(position), rank_ranges(ranks), *row)
 
 
 def _baselines(planned: PlannedSchedule) -> Iterator[tuple[str, ...]]:
-    """Those that exist and fit; why others do not is among the rejected."""
+    """Rows of the baselines that exist and fit; the others are listed as rejected, with their reasons."""
     for kind, prediction in planned.baselines.items():
         if prediction is not None:
             faster = planned.prediction.tokens_per_s / prediction.tokens_per_s
@@ -233,7 +245,7 @@ def _baselines(planned: PlannedSchedule) -> Iterator[tuple[str, ...]]:
 def _advice_lines(
     scenario: Scenario, planned: PlannedSchedule, fewer: FewerRanks | None, stage: OtherStage | None
 ) -> list[str]:
-    """Advice for a faster job, in words."""
+    """Lines of advice for a faster job."""
     lines, now_s = [], planned.prediction.iteration_s
     if fewer is not None:
         names = [scenario.cluster.devices[rank].name for rank in fewer.left_out]
@@ -258,7 +270,7 @@ def _less(then_s: float, now_s: float) -> str:
 
 
 def _for_lengths(scenario: Scenario, source: str, seed: int) -> _Answer:
-    """Choose the schedule whose units place batches of the distribution ``source``, drawn by ``seed``, fastest."""
+    """Choose the schedule that is fastest for batches of documents, drawn from the distribution ``source``."""
     from ds_hetero.cli.options import draw_batches, read_distribution
     from ds_hetero.planner.documents.for_lengths import plan_for_lengths
 
@@ -291,7 +303,7 @@ def _show_for_lengths(scenario: Scenario, planned: PlannedForLengths, distributi
 
 
 def _candidates(planned: PlannedForLengths) -> Iterator[tuple[str, ...]]:
-    """One row per schedule: mean time of a block, against the ideal of single ranks and against the stream."""
+    """One row per schedule: mean time of a block, over that at perfect balance, and as one stream of tokens."""
     ideal_s = planned.candidates[0].ideal_s
     for candidate in planned.candidates:
         if candidate.block_s is None or candidate.stream_s is None:
@@ -313,7 +325,11 @@ def _pipelines(
     trained: float,
     as_json: bool,
 ) -> _Answer:
-    """Search pipelines of unequal stages, or take a published planner's; ``goal``: objective and longest step."""
+    """Search for pipelines of unequal stages, or for those of a published planner.
+
+    Args:
+        goal: objective, and seconds of the longest step.
+    """
     from ds_hetero.planner.pipelines.native_types import expect_trainable
     from ds_hetero.planner.pipelines.planning import plan_pipelines
 
@@ -367,7 +383,7 @@ def _show_pipelines(scenario: Scenario, planned: PlannedPipelines, further: Sequ
 
 
 class _Progress:
-    """One line on stderr that follows a long search; nothing where nobody watches."""
+    """Line on stderr that shows the progress of a long search, if stderr is a terminal."""
 
     def __init__(self, quiet: bool) -> None:
         self._watched = not quiet and sys.stderr.isatty()

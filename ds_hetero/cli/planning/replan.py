@@ -1,11 +1,11 @@
-"""``ds-hetero replan``: plan pipelines again after devices are lost or added, and say what must move."""
+"""``ds-hetero replan``: plans pipelines again after devices are lost or added, and lists the state that must move."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,9 @@ from ds_hetero.common.text import bytes_text, time_text
 from ds_hetero.errors import PlanError
 from ds_hetero.planner.pipelines import replan as planner
 from ds_hetero.planner.pipelines.explain import shape_text
+
+if TYPE_CHECKING:
+    from ds_hetero.cost.stages.stage import StageCosts
 
 
 @click.command
@@ -39,15 +42,15 @@ def replan(
     lost = _lost_ranks(cluster, **of_lost)
     if not lost and added is None:
         raise PlanError("say what has changed: --lost RANK, --lost-node NAME or --added CLUSTER_FILE.")
-    own = True if old.activation_checkpointing is None else old.activation_checkpointing
-    choices = (own, not own) if scenario.cost_model == "calibrated" else (own,)
-    replanned = planner.replan(
-        old,
-        cluster,
-        lambda left: [scenario.with_workload(activation_checkpointing=one).stage_costs(left) for one in choices],
-        lost=lost,
-        added=None if added is None else load_cluster(added),
-    )
+    # The old plan's setting of recomputation first. Published cost models know one setting only.
+    recomputes = True if old.activation_checkpointing is None else old.activation_checkpointing
+    settings = (recomputes, not recomputes) if scenario.cost_model == "calibrated" else (recomputes,)
+
+    def costs_on(remaining: Cluster) -> list[StageCosts]:
+        return [scenario.with_workload(activation_checkpointing=setting).stage_costs(remaining) for setting in settings]
+
+    added_cluster = None if added is None else load_cluster(added)
+    replanned = planner.replan(old, cluster, costs_on, lost=lost, added=added_cluster)
     if out is not None:
         write_out(out, json.dumps(replanned.plan.to_dict(), indent=1) + "\n")
     if as_json:
@@ -57,13 +60,13 @@ def replan(
     was = f" (before: {time_text(before)})" if before else ""
     print(f"{shape_text(replanned.finished.candidate)}, {time_text(replanned.finished.step_s)} per step{was}")
     print(f"first plan after {time_text(replanned.first_after_s)}: {time_text(replanned.first_s)} per step")
-    moves = ", ".join(f"{bytes_text(moved)} GiB over {link!r}" for link, moved in sorted(replanned.moved_bytes.items()))
-    print(f"state to move: {moves or 'none'}")
+    moves = [f"{bytes_text(moved)} GiB over {link!r}" for link, moved in sorted(replanned.moved_bytes.items())]
+    print(f"state to move: {', '.join(moves) or 'none'}")
     print_written(out)
 
 
 def _lost_ranks(cluster: Cluster, lost: Sequence[int], more_lost: Sequence[int], lost_node: Sequence[str]) -> list[int]:
-    """Ranks that are lost, by those options. Raises `PlanError`: numbers without ``--lost``, or an unknown node."""
+    """Return the lost ranks of these options. Raises `PlanError`: numbers without ``--lost``, or an unknown node."""
     if more_lost and not lost:
         ranks = " ".join(map(str, more_lost))
         raise PlanError(f"what is {ranks}? Ranks that are lost: --lost {ranks}.")
@@ -73,5 +76,5 @@ def _lost_ranks(cluster: Cluster, lost: Sequence[int], more_lost: Sequence[int],
         raise PlanError(
             f"--lost-node {', '.join(map(shortened, unknown))}: the nodes of the cluster are {', '.join(names)}."
         )
-    gone = {rank for rank in range(cluster.num_ranks) if names[cluster.node_of_rank[rank]] in lost_node}
-    return sorted({*gone, *lost, *more_lost})
+    on_lost_nodes = [rank for rank in range(cluster.num_ranks) if names[cluster.node_of_rank[rank]] in lost_node]
+    return sorted({*on_lost_nodes, *lost, *more_lost})

@@ -1,4 +1,4 @@
-"""``ds-hetero elastic``: what an elastic job on this node is doing."""
+"""``ds-hetero elastic``: the state of an elastic job on this node."""
 
 from __future__ import annotations
 
@@ -33,32 +33,33 @@ def status(job: str, node: str, as_json: bool) -> None:
     try:
         if address is None:
             raise OSError(f"there is no {place.folder / 'keeper.json'}")
-        known = ask(address, token_of(job), {"do": "status"})
+        status_report = ask(address, token_of(job), {"do": "status"})
     except OSError as error:
         raise ConfigError(
             f"no keeper of job {job!r} answers on node {node!r}: {error}. Name it with --job and --node."
         ) from error
     if as_json:
-        print_json(known)
+        print_json(status_report)
         return
-    for line in _lines(known):
+    for line in _lines(status_report):
         print(line)
 
 
-def _lines(known: Message) -> list[str]:
-    state = "meeting" if known["is_broken"] else "running"
-    if not known["round"]:
+def _lines(report: Message) -> list[str]:
+    """Lines of a status report for people; saves come latest step first."""
+    state = "meeting" if report["is_broken"] else "running"
+    if not report["round"]:
         state = "the meeting is at another node's keeper"
-    lines = [f"job {known['job']}, node {known['node']}: {known['closed'] or state}, round {known['round']}"]
-    if known["members"]:
-        lines.append(f"ranks      {', '.join(known['members'])}")
-    if known["newcomers"]:
-        lines.append(f"waiting    {', '.join(known['newcomers'])}, until the next save")
-    used = sum(segment["end_bytes"] for segment in known["segments"])
-    lines.append(f"memory     {used / GIB:.2f} GiB of saves, {known['free_bytes'] / GIB:.2f} GiB free")
-    segments = sorted(known["segments"], key=lambda one: (-one["save"]["step"], one["rank"]))
-    lines += [f"           step {one['save']['step']}, rank {one['rank']}: {one['name']}" for one in segments]
-    return [*lines, *map(_event_line, known["events"])]
+    lines = [f"job {report['job']}, node {report['node']}: {report['closed'] or state}, round {report['round']}"]
+    if report["members"]:
+        lines.append(f"ranks      {', '.join(report['members'])}")
+    if report["newcomers"]:
+        lines.append(f"waiting    {', '.join(report['newcomers'])}, until the next save")
+    used_bytes = sum(segment["end_bytes"] for segment in report["segments"])
+    lines.append(f"memory     {used_bytes / GIB:.2f} GiB of saves, {report['free_bytes'] / GIB:.2f} GiB free")
+    for segment in sorted(report["segments"], key=lambda segment: (-segment["save"]["step"], segment["rank"])):
+        lines.append(f"           step {segment['save']['step']}, rank {segment['rank']}: {segment['name']}")
+    return [*lines, *map(_event_line, report["events"])]
 
 
 def _event_line(event: Message) -> str:

@@ -73,7 +73,7 @@ def test_doctor_says_what_only_the_start_of_a_job_can_tell(tmp_path, capsys):
     ("out", "dtype", "says"),
     [
         ("cluster.txt", "float32", "must end in .yaml or .json"),
-        ("none/cluster.yaml", "float32", "is no folder that may be written to"),
+        ("none/cluster.yaml", "float32", "is not a writable folder"),
         ("cluster.yaml", "int8", "must be one of bfloat16"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_length_may_be_in_units_of_1024_tokens(text, tokens, capsys):
 @pytest.mark.parametrize("text", ["4Q", "K", "1.5K", ""])
 def test_a_length_that_is_none_is_refused_with_examples(text, capsys):
     assert _ended("plan", *SMALL, "--seq-len", text) == 2
-    assert "is no number of tokens, such as 131072, or 128K" in " ".join(capsys.readouterr().err.split())
+    assert "is not a number of tokens, such as 131072, or 128K" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_ending_of_out_decides_what_plan_writes(tmp_path, capsys):
@@ -392,8 +392,8 @@ def test_impossible_options_and_links_exit_with_2_and_one_message(tmp_path, caps
     for command, options, says in (
         ("plan", ["--seq-len", -5], "seq_len must be a whole number >= 1, got -5"),
         ("plan", ["--seq-len", 4], "8 ranks cannot share a sequence of 4 tokens"),
-        ("plan", ["--seq-len", 4096, "--out", tmp_path / "none" / "plan.json"], "is no folder that may be written to"),
-        ("show", ["--seq-len", 4096, "--out", tmp_path / "none" / "plan.svg"], "is no folder that may be written to"),
+        ("plan", ["--seq-len", 4096, "--out", tmp_path / "none" / "plan.json"], "is not a writable folder"),
+        ("show", ["--seq-len", 4096, "--out", tmp_path / "none" / "plan.svg"], "is not a writable folder"),
     ):
         _assert_refused(capsys, [command, *job, *options], says)
 
