@@ -1,8 +1,9 @@
-"""Files and folders that only this user may write: made so, and refused where somebody else could have made them.
+"""Files and folders that only this user may write; those that somebody else could have written are refused.
 
-Shared memory and a cache folder lie where other users of the machine can make files, too. What is read from there is
-believed, so each folder of ours and each file in it has to be owned by this user, to be no symbolic link, and not to be
-writable by its group or others. Every check is made of an open descriptor: what was checked is what is used.
+Other users of the machine can make files in shared memory, and beside a cache folder. We trust the content of our files
+there, so every one of our folders, and every file in it, must be owned by this user, must not be a symbolic link, and
+must not be writable by its group or others. Checks use an open descriptor, so that nobody can replace the file between
+the check and its use.
 
     make_own_folders     the folders below a root, mode 0700
     open_file       a file in a folder of ours, mode 0600 where it is made
@@ -25,23 +26,23 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_own_folders(root: Path, *parts: str) -> None:
-    """Make ``root/part/part``, as far as it is not there; the root has to be there and is not ours.
+    """Make the missing folders of ``root/part/part``; the root must exist, and is not ours.
 
     Raises:
-        ConfigError: one of the parts is not this user's alone, or others can rename what is in the root.
-        OSError: it cannot be made.
+        ConfigError: a part is not this user's alone, or others can rename entries of the root.
+        OSError: a folder cannot be made.
     """
     _walk(root, parts, makes=True)
 
 
 def expect_own_folders(root: Path, *parts: str) -> None:
-    """Check ``root/part/part`` as far as it is there. Raises `ConfigError`: see `make_own_folders`."""
+    """Check the existing folders of ``root/part/part``. Raises `ConfigError`: see `make_own_folders`."""
     with suppress(FileNotFoundError, NotADirectoryError):
         _walk(root, parts, makes=False)
 
 
 def make_cache_folder(folder: Path) -> None:
-    """Make a folder, and those above it, mode 0700, or check the one that is there.
+    """Make a folder, and those above it, mode 0700; check the folder if it exists.
 
     Raises:
         ConfigError: it is not this user's alone.
@@ -54,12 +55,12 @@ def make_cache_folder(folder: Path) -> None:
 
 
 def expect_own_file(path: Path) -> None:
-    """Check a file that is read afterwards: in a folder of ours nobody can change it meanwhile. Raises: `open_file`."""
+    """Check a file that is read later; nobody else can change it until then. Raises as `open_file`."""
     os.close(open_file(path))
 
 
 def _walk(root: Path, parts: Sequence[str], *, makes: bool) -> None:
-    """Go from folder to folder by their descriptors, so that nobody can put another one in between."""
+    """Walk from folder to folder by their descriptors, so that nobody can replace a folder on the way."""
     descriptor = _open_root(root)
     path = root
     try:
@@ -76,7 +77,7 @@ def _walk(root: Path, parts: Sequence[str], *, makes: bool) -> None:
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY, *, is_secret: bool = False) -> int:
-    """Open a regular file in a folder of ours, not through links; return its descriptor, which ends with an exec.
+    """Open a regular file in one of our folders, not through links; return its descriptor, which is closed by an exec.
 
     Args:
         is_secret: whether others must not read it either.
@@ -107,19 +108,19 @@ def open_file(path: Path, flags: int = os.O_RDONLY, *, is_secret: bool = False) 
 
 @contextmanager
 def reading(path: Path, *, is_secret: bool = False) -> Iterator[IO[bytes]]:
-    """A file that is open to be read; see `open_file`."""
+    """Open a file for reading; see `open_file`."""
     with open(open_file(path, is_secret=is_secret), "rb") as file:
         yield file
 
 
 def read_text(path: Path, *, is_secret: bool = False) -> str:
-    """The text of a file; see `open_file`."""
+    """Read the text of a file; see `open_file`."""
     with reading(path, is_secret=is_secret) as file:
         return file.read().decode()
 
 
 def _open_root(root: Path) -> int:
-    """The folder in which ours lie, wherever links lead to it. Others may make files there, but not rename ours."""
+    """Open the folder that contains ours, also through links. Others may make files there, but must not rename ours."""
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     facts = os.fstat(descriptor)
     is_guarded = bool(facts.st_mode & stat.S_ISVTX) or not facts.st_mode & _OTHERS_WRITE
@@ -135,7 +136,7 @@ def _open_root(root: Path) -> int:
 
 
 def _trusted() -> tuple[int, ...]:
-    """Users who may own the root: who could do anything anyway."""
+    """Users who may own the root: this user, and those who have all rights anyway."""
     return (os.geteuid(), 0, *_unmapped())
 
 

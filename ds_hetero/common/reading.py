@@ -1,17 +1,17 @@
-"""The one reader of JSON and YAML files that people write: ds_config.json, schedules, plans, clusters, models, caches.
+"""Reader of all JSON and YAML files that people write: ds_config.json, schedules, plans, clusters, models, caches.
 
     content = read_file(path, "schedule", ScheduleError)
 
-What it lets through is plain data: objects with text keys that occur once, lists, text, true, false, null, and numbers
-that are finite and fit into 64 bits. Everything else is refused by name before it can do harm further down: files that
-are too large, nesting that exhausts the stack, YAML aliases that expand to millions of values, NaN and infinity.
+It accepts plain data: objects with text keys that occur once, lists, text, true, false, null, and numbers that are
+finite and fit into 64 bits. It refuses everything else by name, before it does harm: files that are too large, nesting
+that exhausts the stack, YAML aliases that expand to millions of values, NaN and infinity.
 
-Bounds of numbers (`MAX_RANKS` and its like) are far above anything that exists, and low enough that nothing overflows
-further down: sums of what they bound fit into 64 bits, and their products into a float. Nothing here imports torch.
+Bounds of numbers (`MAX_RANKS` and its like) are far above anything that exists, and low enough that sums of bounded
+numbers fit into 64 bits, and their products into a float. Nothing here imports torch.
 
-Tables that decide what becomes of a name that a user gives, a key of DeepSpeed's or an argument, are made of `NameRow`.
-What changes what is computed and that nobody has tried must not pass: a row for every name, from which its refusals
-and its page in docs/ are made.
+A `NameRow` decides on one name that a user may write, such as a key of DeepSpeed or an argument. Tables have a row for
+every name, since a name that changes the training and was never tried must be refused; refusals and pages of docs/ are
+made from the rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, Literal, TypeVar
 from ds_hetero.errors import HeteroError
 
 MAX_RANKS = 1_000_000
-MAX_HEADS = 4096  # they are searched over one by one
+MAX_HEADS = 4096  # the planner tries them one by one
 MAX_LAYERS = 100_000
 MAX_SEQ_LEN = 2**40  # tokens
 MAX_BATCH = 2**20  # sequences of a micro-batch, and micro-batches of a step
@@ -40,40 +40,41 @@ MAX_WEIGHT = 1e18  # of tokens or of ZeRO shares, of which only ratios matter
 
 
 def is_whole(value: Any, least: int, most: int) -> bool:
-    """Whether a value is a whole number, and neither true nor false, within ``[least, most]``."""
+    """Return whether a value is a whole number within ``[least, most]``; true and false are not numbers."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_weight(value: Any) -> bool:
-    """Whether a value is a number, and neither true nor false, within ``[0, MAX_WEIGHT]``; NaN is not."""
+    """Return whether a value is a number within ``[0, MAX_WEIGHT]``; true, false and NaN are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MAX_WEIGHT
 
 
 def whole_rule(value: Any, least: int, most: int) -> str:
-    """The rule of `is_whole`, as far as ``value`` breaks it: ``a whole number >= 1``."""
+    """Return the bound of `is_whole` that ``value`` breaks: ``a whole number >= 1``."""
     is_too_large = isinstance(value, int) and value > most
     return f"a whole number <= {most:,}" if is_too_large else f"a whole number >= {least}"
 
 
 def expect_whole_number(where: str, value: Any, least: int, most: int, error: type[HeteroError]) -> int:
-    """A whole number from ``least`` to ``most``; raises ``error`` where ``value`` is none, and says where it stands."""
+    """Return a whole number from ``least`` to ``most``. Raises ``error``: any other value, with its place ``where``."""
     if not is_whole(value, least, most):
         raise error(f"{where} must be {whole_rule(value, least, most)}, got {shortened(value)}.")
     return int(value)
 
 
 def is_list(value: Any) -> bool:
-    """Whether a value is a list, or a tuple where Python gave it; text is none."""
+    """Return whether a value is a list, or a tuple from Python; text is not."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def expect_object_keys(
     where: str, data: Any, required: AbstractSet[str], optional: AbstractSet[str], error: type[HeteroError]
 ) -> None:
-    """Raise ``error`` where ``data`` is no object with the required keys, and at most the optional ones beside them."""
+    """Raise ``error`` if ``data`` is not an object, lacks a required key, or has a key that is not in either set."""
     if not isinstance(data, Mapping):
         raise error(f"{where} must be an object, got {shortened(data)}.")
-    unknown, missing = sorted(set(data) - required - optional, key=str), sorted(required - set(data))
+    unknown = sorted(set(data) - required - optional, key=str)
+    missing = sorted(required - set(data))
     if unknown or missing:
         raise error(
             f"{where}: unknown keys {shortened(unknown)}, missing keys {missing}; "
@@ -85,11 +86,11 @@ JsonObject = Mapping[str, Any]
 """An object of a JSON or YAML file."""
 
 JsonDict = dict[str, Any]
-"""One that is made, to be written."""
+"""An object that the package makes, to be written."""
 
-MAX_BYTES = 16 * 2**20
-MAX_DEPTH = 64
-MAX_VALUES = 2_000_000
+MAX_BYTES = 16 * 2**20  # of a file; like the next two chosen, never measured
+MAX_DEPTH = 64  # of nested objects and lists
+MAX_VALUES = 2_000_000  # values of a YAML file, with its aliases written out
 
 _LARGEST_WHOLE = 2**63 - 1
 
@@ -98,7 +99,7 @@ _short.maxlevel, _short.maxstring, _short.maxother, _short.maxlist, _short.maxdi
 
 
 def shortened(value: Any) -> str:
-    """Return the value as error messages show it: its repr, of a hundred or two characters at most."""
+    """Return the repr of a value for an error message, shortened to at most 200 characters."""
     try:
         text = _short.repr(value)
     except ValueError:  # Python does not write whole numbers of more than 4,300 digits
@@ -112,20 +113,20 @@ def read_file(
     """Read a JSON or YAML file.
 
     Args:
-        what: what it should be, for messages: ``"schedule"``.
+        what: kind of the file, for messages: ``"schedule"``.
         error: class of the errors that are raised.
-        yaml: whether it is YAML; left out, if its name ends in .yaml or .yml.
-        max_bytes: size above which the file is refused.
+        yaml: whether it is YAML; left out, whether its name ends in .yaml or .yml.
+        max_bytes: larger files are refused.
 
     Raises:
-        HeteroError: of class ``error``; the file cannot be read, is no JSON or YAML, or holds what the module's
-            docstring does not list.
+        HeteroError: of class ``error``; the file cannot be read or parsed, or has other content than the plain data
+            that the module's docstring lists.
     """
     try:
         size = Path(path).stat().st_size
         if size <= max_bytes:
             with open(path, encoding="utf-8") as file:
-                text = file.read(max_bytes + 1)  # of a pipe or a device, whose size is 0, no more either
+                text = file.read(max_bytes + 1)  # a pipe or a device has size 0, and may have more content
     except (OSError, ValueError) as cause:
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
         raise error(f"cannot read the {what} file {shortened(str(path))}: {reason}.") from None
@@ -140,8 +141,8 @@ def parse(text: str, where: str, error: type[HeteroError], *, yaml: bool = False
     """Parse JSON or YAML. Raises `HeteroError`: of class ``error``, as `read_file`.
 
     Args:
-        where: where it comes from, for messages.
-        yaml: whether it is YAML, of which JSON is not taken to be a part.
+        where: origin of the text, for messages.
+        yaml: whether it is YAML; if not, it must be JSON.
     """
     content = _parse_yaml(text, where, error) if yaml else _parse_json(text, where, error)
     check_content(content, where, error, max_values=MAX_VALUES if yaml else len(text))  # JSON has no aliases
@@ -149,7 +150,7 @@ def parse(text: str, where: str, error: type[HeteroError], *, yaml: bool = False
 
 
 def check_content(content: Any, where: str, error: type[HeteroError], *, max_values: int = MAX_VALUES) -> None:
-    """Refuse content that is no plain data, where it is not from `parse`. Raises ``error``: names the place."""
+    """Refuse content other than plain data; `parse` calls it for its own. Raises ``error``: names the place."""
     num_values = 0
     pending: list[tuple[tuple[str, ...], Any]] = [((), content)]
     while pending:
@@ -185,7 +186,7 @@ def _check_scalar(value: Any, where: str, place: Iterable[str], error: type[Hete
 
 
 def _is_text(value: str) -> bool:
-    """Whether a text can be written; JSON's escapes can name half of a surrogate pair, which cannot."""
+    """Whether a text can be encoded; JSON's escapes can name half of a surrogate pair, which cannot be."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -211,7 +212,8 @@ def _parse_json(text: str, where: str, error: type[HeteroError]) -> Any:
         return content
 
     def whole(digits: str) -> int:
-        return int(digits[:25])  # of longer ones no more: `check_content` refuses 25 digits too, and names the key
+        # `check_content` refuses numbers of 25 digits, and names the key; int() refuses thousands, without a name.
+        return int(digits[:25])
 
     try:
         return json.loads(text, object_pairs_hook=unique, parse_int=whole)
@@ -222,7 +224,7 @@ def _parse_json(text: str, where: str, error: type[HeteroError]) -> Any:
 
 
 def _parse_yaml(text: str, where: str, error: type[HeteroError]) -> Any:
-    import yaml  # takes 20 ms, and JSON files do without
+    import yaml  # takes 20 ms, which JSON files need not wait for
 
     loader = _yaml_loader()
     try:
@@ -233,7 +235,7 @@ def _parse_yaml(text: str, where: str, error: type[HeteroError]) -> Any:
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as cause:  # "!!bool x" is a KeyError
         if isinstance(cause, _DuplicateKey):
             raise error(f"{where}: the key {shortened(cause.key)} is given twice in one object.") from None
-        if "maximum nesting depth" in str(cause):  # libyaml's own limit, from 0.2.6 on, which comes before our count
+        if "maximum nesting depth" in str(cause):  # libyaml has a limit of its own from 0.2.6 on, below ours
             raise error(_too_large(where)) from None
         raise error(f"{where} is not YAML: {_one_line(cause)}.") from None
 
@@ -263,11 +265,15 @@ def _yaml_loader() -> Any:
 
 
 def _check_events(events: Iterable[Any], where: str, error: type[HeteroError]) -> None:
-    """Count nesting and values, those that aliases stand for included, without building anything."""
+    """Refuse nesting that is too deep, and too many values with aliases written out, without building anything.
+
+    ``[&a [1, 2], *a, *a]`` has 10 values: the outer list, and 3 each time for the inner one.
+    """
     import yaml
 
-    sizes: dict[str, int] = {}
-    open_sizes: list[tuple[str | None, int]] = [(None, 0)]  # anchor of every open collection, values in it so far
+    sizes: dict[str, int] = {}  # values of every complete anchor
+    # Anchor of every open collection, and its values so far. The first entry stands for the document.
+    open_sizes: list[tuple[str | None, int]] = [(None, 0)]
     for event in events:
         size = 0
         if isinstance(event, yaml.CollectionStartEvent):
@@ -300,13 +306,13 @@ def _one_line(cause: Exception) -> str:
 
 
 def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file such that a reader gets the old content or the new one. Raises `OSError`: it cannot be written.
+    """Replace a file so that a reader gets the old content or the new one. Raises `OSError`: it cannot be written.
 
     Args:
-        durable: also after the machine has lost power; it takes as long as the disk does.
+        durable: whether this also holds after a loss of power; then the call waits for the disk.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    # O_EXCL: in a folder that others may write, a link of this name could lead to a file of this user's
+    # O_EXCL: in a folder that others may write, somebody could have made a link of this name to a file of this user.
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -321,19 +327,19 @@ def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def config_dir() -> Path:
-    """The folder of ready ds_config.json files, ``clusters/`` and ``models/``: ds_configs/ of the repository.
+    """Return the folder of ready ds_config.json files, ``clusters/`` and ``models/``: ds_configs/ of the repository.
 
-    A clone has it as the link ds_hetero/configs, an installed wheel as a folder in the same place.
+    In a clone it is the link ds_hetero/configs, in an installed wheel a folder in the same place.
     """
     return Path(__file__).parents[1] / "configs"
 
 
-# Whether there is such a file, or folder; no for a name that none can have, too long or with a NUL.
+# Unlike the methods of Path, these return False for impossible names, too long or with a NUL.
 is_file, is_folder = os.path.isfile, os.path.isdir
 
 
 def is_pipe(path: str | Path) -> bool:
-    """Whether there is such a pipe, as a shell's ``<(command)`` makes it; no for a name that none can have."""
+    """Return whether a path is a pipe, such as that of a shell's ``<(command)``; False for impossible names."""
     try:
         return Path(path).is_fifo()
     except (OSError, ValueError):
@@ -351,18 +357,18 @@ class NameRow:
     """Effect of one name, or of all names of a pattern.
 
     Args:
-        kind: ``"exact"``: training equals one process with the same value, which a test shows; ``"untried"``: it
-            should, and no machine without a GPU can show it; ``"harmless"``: it changes nothing of what is computed;
-            ``"refused"``: any value that is not in ``off`` ends the job; ``"ignored"``: it is not read in such a job.
+        kind: ``"exact"``: training equals that of one process with the same value, as a test shows; ``"untried"``: it
+            should, but only a GPU could show it; ``"harmless"``: it does not change the results of training;
+            ``"refused"``: any value that is not in ``off`` ends the job; ``"ignored"``: such a job does not read it.
     """
 
     kind: Kind
     why: str = ""
-    off: tuple[object, ...] = (None, False)  # values with which a refused name does nothing; case aside
+    off: tuple[object, ...] = (None, False)  # values with which a refused name has no effect; upper or lower case
 
 
 def row_of(table: Mapping[str, RowT], name: str) -> RowT | None:
-    """The row of a name, its own or that of the longest pattern with a ``*`` that it fits; None where there is none."""
+    """Return the row of a name, or that of the longest pattern with a ``*`` that fits it; None without either."""
     if name in table:
         return table[name]
     patterns = [pattern for pattern in table if "*" in pattern and fnmatch.fnmatchcase(name, pattern)]
@@ -370,6 +376,6 @@ def row_of(table: Mapping[str, RowT], name: str) -> RowT | None:
 
 
 def is_in(value: object, values: tuple[object, ...]) -> bool:
-    """Whether ``values`` hold a value of the same type and content."""
+    """Return whether ``values`` has a value of the same type and content; 1 and True differ."""
     normal = value.lower() if isinstance(value, str) else value
-    return any(type(normal) is type(other) and normal == other for other in values)
+    return any(type(normal) is type(listed) and normal == listed for listed in values)

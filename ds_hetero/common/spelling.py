@@ -1,4 +1,4 @@
-"""The known word that a misspelled one probably stands for."""
+"""Guesses of the word that a misspelled one stands for."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from itertools import islice
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word that ``word`` is probably a misspelling of, upper and lower case aside; None if none is close.
+    """Return the known word that is most similar to ``word``, upper or lower case; None if none is similar enough.
 
     Args:
         cutoff: least similarity, from 0 (anything) to 1 (equal).
     """
-    if len(word) > 100:  # no misspelling, and the comparison takes quadratic time
+    if len(word) > 100:  # too long for a misspelling, and the comparison takes quadratic time
         return None
     from difflib import get_close_matches
 
@@ -22,6 +22,6 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`` (did you mean "x"?)`` with the known word nearest to ``word``; empty if none is near. See `nearest`."""
+    """Return `` (did you mean "x"?)`` with the word from `nearest`; empty without one."""
     near = nearest(word, known, cutoff)
     return f' (did you mean "{near}"?)' if near else ""

@@ -1,4 +1,4 @@
-"""Tables with a frame, as commands print them."""
+"""Framed tables of the commands' output."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def framed_table(
     """Return a table with a frame; cells that are too long for the width are broken between words.
 
     Args:
-        rows: their cells; None draws a line.
-        numbers: all columns but the first are aligned at the right.
+        rows: cells of each row; None draws a line.
+        numbers: whether all columns but the first are aligned at the right.
         width: characters of a line; left out, those of the terminal.
     """
     from shutil import get_terminal_size
@@ -45,7 +45,7 @@ def framed_table(
 
 
 def _column_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Characters of every column: as its longest cell, the widest columns less until the lines fit."""
+    """Characters of every column: those of its longest cell; while lines are too long, the widest column loses one."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     frame = 3 * len(widths) + 1
     too_wide = sum(widths) + frame - width
@@ -56,13 +56,13 @@ def _column_widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
 
 
 def _row_lines(row: Sequence[str], widths: Sequence[int], numbers: bool) -> Iterator[str]:
-    """Lines of one row: as many as its highest cell has."""
-    broken = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
-    for parts in zip_longest(*broken, fillvalue=""):
+    """Yield the lines of one row, as many as the cell with the most lines has."""
+    lines_of_cells = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
+    for texts in zip_longest(*lines_of_cells, fillvalue=""):
         cells = []
-        for i, (part, width) in enumerate(zip(parts, widths, strict=True)):
-            at_right = numbers and i > 0
-            cells.append(part.rjust(width) if at_right else part.ljust(width))
+        for i, (text, width) in enumerate(zip(texts, widths, strict=True)):
+            is_number = numbers and i > 0
+            cells.append(text.rjust(width) if is_number else text.ljust(width))
         yield f"│ {' │ '.join(cells)} │"
 
 

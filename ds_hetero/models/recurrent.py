@@ -1,4 +1,4 @@
-"""Shapes of layers that carry a state along the sequence: gated delta rule (linear attention) and Mamba-2.
+"""Shapes of recurrent layers: the gated delta rule (linear attention) and Mamba-2.
 
 Dimension key: N heads of the scan, K heads of its keys, D width of a key, P width of a value; a state is D x P.
 """
@@ -37,7 +37,7 @@ class RecurrentLayers:
 
     @property
     def gates(self) -> int:
-        """Numbers per token and head that steer the state: decay and strength of the delta rule, dt of Mamba-2."""
+        """Gates per token and head: decay and strength for the delta rule, dt for Mamba-2."""
         return 2 if self.delta_rule else 1
 
     def parameters(self, hidden_size: int) -> int:
@@ -72,7 +72,7 @@ class RecurrentLayers:
         return 2 * inside * (self.key_dim + self.head_dim) + 2 * state
 
     def to_config(self) -> JsonDict:
-        """Keys of a config.json from which `recurrent_layers_of` reads the same; the order of layers is lost."""
+        """Return keys of a config.json from which `recurrent_layers_of` reads equal layers; their order is lost."""
         both = self.num_layers + self.num_attention_layers - self.num_model_layers
         kinds = ["hybrid"] * both + ["linear_attention"] * (self.num_layers - both)
         kinds += ["full_attention"] * (self.num_attention_layers - both)

@@ -1,4 +1,4 @@
-"""Layers of a config.json that carry a state: linear attention and Mamba-2, by their keys."""
+"""Reader of the recurrent layers of a config.json: linear attention (gated delta rule) and Mamba-2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RECURRENT = ("linear_attention", "mamba")
 _ATTENTION = ("full_attention", "attention")
 _BOTH = ("hybrid",)
 _DELTA_CHUNK = 64  # tokens that kernels of the delta rule compute at once, of flash-linear-attention and transformers
-_ATTENTION_EVERY = 4  # of Qwen3-Next and Qwen3.5, where the configuration does not say
+_ATTENTION_EVERY = 4  # layers, in Qwen3-Next and Qwen3.5; used if the configuration does not say
 
 
 def recurrent_layers_of(config: JsonObject, num_layers: int, name: str) -> RecurrentLayers | None:
@@ -91,7 +91,7 @@ def _mamba_scan(config: JsonObject, name: str) -> _Scan:
 
 
 def _kinds(config: JsonObject, num_layers: int, name: str) -> list[str]:
-    """Return the kind of every layer: from a list of them, or from which layers have attention."""
+    """Return the kind of every layer, from the list of kinds or from the indices of the layers with attention."""
     layer_types = config.get("layer_types") or config.get("layers_block_type")
     if layer_types is not None:
         return _listed_kinds(layer_types, num_layers, name)
@@ -108,18 +108,19 @@ def _kinds(config: JsonObject, num_layers: int, name: str) -> list[str]:
 
 
 def _listed_kinds(layer_types: Any, num_layers: int, name: str) -> list[str]:
-    """Check a list of kinds. Raises `ModelError`: an unknown kind, or not one for each layer."""
+    """Check a list of kinds. Raises `ModelError`: an unknown kind, or another length than the layers."""
     expect_names(layer_types, name)
-    known = _RECURRENT + _ATTENTION + _BOTH
-    other = sorted(set(layer_types) - set(known))
-    if other or len(layer_types) != num_layers:
-        wrong = f"has {listed(other, 8)}" if other else f"names {len(layer_types)} layers of {num_layers}"
-        raise ModelError(f"{name}: layer_types {wrong}; what can be planned are {', '.join(known)}.")
+    planned_kinds = _RECURRENT + _ATTENTION + _BOTH
+    unknown = sorted(set(layer_types) - set(planned_kinds))
+    if unknown or len(layer_types) != num_layers:
+        fault = f"has {listed(unknown, 8)}" if unknown else f"names {len(layer_types)} layers of {num_layers}"
+        raise ModelError(f"{name}: layer_types {fault}; what can be planned are {', '.join(planned_kinds)}.")
     return list(layer_types)
 
 
 def _mamba_head_dim(config: JsonObject, heads: int, name: str) -> int:
-    if is_whole(config.get("mamba_d_head"), 1, 2**16):  # else "auto", or left out
+    """Head size of Mamba-2; if it is "auto" or left out, the inner width divided by the heads, as in transformers."""
+    if is_whole(config.get("mamba_d_head"), 1, 2**16):
         return whole_value(config, "mamba_d_head", name)
     if config.get("mamba_d_ssm"):
         inner = whole_value(config, "mamba_d_ssm", name)

@@ -1,4 +1,4 @@
-"""Layers of a config.json that no schedule describes: refused, with the key that says so."""
+"""Refusal of models whose layers cannot be planned, by the keys of their config.json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refuse_unlike_layers(config: JsonObject, name: str) -> None:
 
 
 def _refuse_layer_sections(config: JsonObject, name: str) -> None:
-    """Keys by layer: ``{"per_layer_config": {"3": {"head_dim": 256}}}``."""
+    """Refuse keys of single layers: ``{"per_layer_config": {"3": {"head_dim": 256}}}``."""
     sections = config.get("per_layer_config") or {}
     if not isinstance(sections, Mapping):
         return
@@ -37,40 +37,41 @@ def _refuse_layer_sections(config: JsonObject, name: str) -> None:
 
 
 def _refuse_unlike_lists(config: JsonObject, name: str) -> None:
-    """One value a layer: ``{"num_attention_heads_per_layer": [8, 8, 16]}``."""
+    """Refuse different values by layer: ``{"num_attention_heads_per_layer": [8, 8, 16]}``."""
     for key in ("num_attention_heads_per_layer", "num_key_value_heads_per_layer"):
         values = config.get(key)
         if not (is_list(values) and values):
             continue
-        first, *others = values
-        if other := next((value for value in others if value != first), None):
-            raise ModelError(f"{name}: {key} has {shortened(first)} and {shortened(other)}; {_UNLIKE}")
+        first = values[0]
+        different = next((value for value in values if value != first), None)
+        if different:
+            raise ModelError(f"{name}: {key} has {shortened(first)} and {shortened(different)}; {_UNLIKE}")
 
 
 def refuse_other_attention(config: JsonObject, name: str, recurrent: RecurrentLayers | None) -> None:
-    """Refuse layers that a split of heads and tokens cannot describe.
+    """Refuse layers without a cost model, or whose work cannot be split by heads and tokens. Raises `ModelError`.
 
     Args:
-        recurrent: recurrent layers that were read from the configuration; their keys are not refused.
+        recurrent: the recurrent layers of the configuration; their keys are not refused.
     """
-    known: tuple[str, ...] = ()
+    planned_keys: tuple[str, ...] = ()
     if recurrent is not None:
-        known = ("linear_num_key_heads", "mamba_d_state", *SHARED_MLP_KEYS)
+        planned_keys = ("linear_num_key_heads", "mamba_d_state", *SHARED_MLP_KEYS)
         if is_dense(config, recurrent.num_model_layers):
-            known += ("mlp_only_layers",)
+            planned_keys += ("mlp_only_layers",)
     for key in ("kv_lora_rank", "linear_num_key_heads", "ssm_state_size", "mamba_d_state", "attn_layer_period"):
-        if config.get(key) and key not in known:
+        if config.get(key) and key not in planned_keys:
             raise ModelError(f"{name}: {key} names a kind of layer that this planner has no cost model for.")
     for key in ("n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace", "mlp_only_layers"):
-        if config.get(key) and key not in known:
-            given = f"{key}={shortened(config[key])}"
-            raise ModelError(f"{name}: {given}: shared experts and mixed layers have no cost model yet.")
+        if config.get(key) and key not in planned_keys:
+            setting = f"{key}={shortened(config[key])}"
+            raise ModelError(f"{name}: {setting}: shared experts and mixed layers have no cost model yet.")
     layer_types = config.get("layer_types")
     if layer_types is not None:
         expect_names(layer_types, name)
-    other = sorted(set(layer_types or []) - {"full_attention"})
-    if other and recurrent is None:
-        raise ModelError(f"{name}: layer_types has {listed(other, 8)}; only full_attention can be planned.")
+    unplanned_types = sorted(set(layer_types or []) - {"full_attention"})
+    if unplanned_types and recurrent is None:
+        raise ModelError(f"{name}: layer_types has {listed(unplanned_types, 8)}; only full_attention can be planned.")
     if config.get("sliding_window") and flag_value(config, "use_sliding_window", True, name):
         raise ModelError(
             f"{name}: sliding_window={shortened(config['sliding_window'])}: attention over a window cannot be planned. "

@@ -48,21 +48,22 @@ def usp_meshes(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[Sched
 
     They need whole heads, equal on all ranks, so ``ulysses_size`` divides the ranks and the query heads.
     """
-    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0 and num_heads % size == 0]
-    return tuple(usp(num_ranks, num_heads, num_kv_heads, size) for size in sizes)
+    common = gcd(num_ranks, num_heads)
+    ulysses_sizes = [size for size in range(1, common + 1) if common % size == 0]
+    return tuple(usp(num_ranks, num_heads, num_kv_heads, size) for size in ulysses_sizes)
 
 
 def even(num_ranks: int, num_heads: int, num_kv_heads: int) -> Schedule:
-    """The hetero-ring paper's even split: `ring` by another name, the counterpart of `proportional`."""
+    """Return the hetero-ring paper's even split, which equals `ring`; the counterpart of `proportional`."""
     return ring(num_ranks, num_heads, num_kv_heads)
 
 
 def proportional(speeds: Sequence[float], num_heads: int, num_kv_heads: int) -> Schedule:
     """The hetero-ring paper's proportional split: a zigzag ring with tokens in proportion to ``speeds``.
 
-    Queries and KV are both cut; with the zigzag layout causal work follows tokens exactly.
+    In the zigzag layout a rank's causal work is in proportion to its tokens.
     """
-    groups = tuple(Group(ranks=(r,), tokens=(speed,), heads=(num_heads,)) for r, speed in enumerate(speeds))
+    groups = tuple(Group(ranks=(rank,), tokens=(speed,), heads=(num_heads,)) for rank, speed in enumerate(speeds))
     return Schedule(num_heads=num_heads, num_kv_heads=num_kv_heads, groups=groups, layout="zigzag")
 
 
@@ -87,12 +88,9 @@ def all_baselines(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[di
 
 
 def _even_groups(groups: Sequence[Sequence[int]], num_heads: int, num_kv_heads: int, layout: str) -> Schedule:
-    return Schedule(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        layout=layout,
-        groups=tuple(
-            Group(ranks=tuple(ranks), tokens=(1,) * len(ranks), heads=share(num_heads, (1,) * len(ranks)))
-            for ranks in groups
-        ),
-    )
+    """A schedule of these groups, with equal tokens on all ranks and heads as equal as whole heads allow."""
+    even_groups = []
+    for ranks in groups:
+        weights = (1,) * len(ranks)
+        even_groups.append(Group(ranks=tuple(ranks), tokens=weights, heads=share(num_heads, weights)))
+    return Schedule(num_heads=num_heads, num_kv_heads=num_kv_heads, layout=layout, groups=tuple(even_groups))

@@ -2,12 +2,8 @@
 
     section = read_section(content)        # None with "enabled": false
 
-What a section stands for is the part of `ds_hetero.decision.decide`. Imports no torch.
-
-The attention kernels by name, best first; configuration, documents and the running half read this list.
-
-Imports no torch, so that a configuration can be checked without it. What stands behind a name, and where it works:
-`ds_hetero.runtime.attention.kernels`.
+`ds_hetero.decision.decide` turns a section into a plan. This module imports no torch, so that a configuration can be
+checked without it.
 """
 
 from __future__ import annotations
@@ -34,25 +30,26 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.values.baselines import STRATEGIES
 from ds_hetero.values.placement import RemapWish
 
+# Attention kernels, best first; see `ds_hetero.runtime.attention.kernels` for the devices on which each works.
 KernelName = Literal["flash_attn", "torch", "triton"]
 KERNEL_NAMES: tuple[KernelName, ...] = get_args(KernelName)
 
-# What a configuration may ask for: one kernel, one by rank, or one by a part of the device's name; None leaves the
-# choice to the device.
+# Requested kernel: one for all ranks, a list by rank, or a mapping from parts of device names; None lets every rank
+# choose the best for its device.
 KernelWish = KernelName | list[KernelName | None] | dict[str, KernelName] | None
 
 SECTION = "heterogeneity"
 
 
 class ReplanSection(BaseModel):
-    """``"replan"``: search again while training when the measured speeds have moved."""
+    """``"replan"``: search for a new plan during training, when measured speeds have changed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     enabled: bool = False  # off by default
-    interval_steps: int = Field(default=5, ge=1, le=MAX_STEPS)  # steps between two looks at speeds; a change takes two
-    min_gain: float = Field(default=0.05, ge=0, lt=1)  # predicted gain, a share, below which the schedule stays
-    report_only: bool = False  # name ranks that stay behind and say what re-planning would gain, and change nothing
+    interval_steps: int = Field(default=5, ge=1, le=MAX_STEPS)  # steps between two observations; a change takes two
+    min_gain: float = Field(default=0.05, ge=0, lt=1)  # predicted gain, as a share, below which the schedule stays
+    report_only: bool = False  # name slow ranks and the gain of re-planning, but change nothing
 
     @model_validator(mode="after")
     def _either_reports_or_changes(self) -> ReplanSection:
@@ -62,14 +59,13 @@ class ReplanSection(BaseModel):
 
 
 class PlacementSection(BaseModel):
-    """``"placement"``: which positions of a batch each rank holds. A string stands for an object with that mode.
+    """``"placement"``: the positions of a batch that each rank holds. A string stands for an object with that mode.
 
     Args:
-        mode: ``"stream"`` cuts every batch by its length alone, ``"documents"`` by the documents in it; left out, by
-            these where that is predicted to save more than predictions err, see `ds_hetero.job.documents`.
-        max_tokens: of a batch row that one all-to-all group may hold; left out, what memory is predicted to allow.
-        remap: whether tokens move between the ranks that attend to them and others that hold them elsewhere; in mode
-            ``"documents"``.
+        mode: ``"stream"`` shards every batch by its length alone, ``"documents"`` by its documents; left out, by its
+            documents if that is predicted to save more than predictions err, see `ds_hetero.job.documents`.
+        max_tokens: most tokens of a batch row in one all-to-all group; left out, as many as are predicted to fit.
+        remap: whether tokens have other ranks in attention than in the rest of the layers; for mode ``"documents"``.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -77,7 +73,7 @@ class PlacementSection(BaseModel):
     mode: Literal["stream", "documents"] | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     min_cut_tokens: int = Field(default=512, ge=2, le=MAX_SEQ_LEN)  # shorter documents stay whole
-    planner: str | None = Field(default=None, min_length=1, max_length=64)  # a published planner in the place of ours
+    planner: str | None = Field(default=None, min_length=1, max_length=64)  # a published planner instead of ours
     remap: RemapWish = "where_faster"
 
     @model_validator(mode="after")
@@ -94,29 +90,31 @@ class PlacementSection(BaseModel):
 
 
 class ElasticSection(BaseModel):
-    """``"elastic"``: how a job keeps its state in memory and goes on without ranks that die. See docs/elastic.md.
+    """``"elastic"``: saves in memory, from which a job goes on without ranks that die. See docs/elastic.md.
 
     Args:
-        memory_gib: of a node's shared memory that saves may take; left out, what is free.
+        memory_gib: shared memory of a node that saves may take; left out, all that is free.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    every_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)  # steps between two saves; left out, few enough
+    every_steps: int | None = Field(
+        default=None, ge=1, le=MAX_STEPS
+    )  # steps between two saves; left out, by their cost
     copies: int = Field(default=1, ge=0, le=8)  # of every rank's part, on other nodes
-    min_ranks: int | None = Field(default=None, ge=1, le=MAX_RANKS)  # below which it waits; else the launcher's
+    min_ranks: int | None = Field(default=None, ge=1, le=MAX_RANKS)  # with fewer, the job waits; else the launcher's
     memory_gib: float | None = Field(default=None, gt=0, le=2**20, allow_inf_nan=False)
-    notice_s: float = Field(default=25, gt=0, le=3600, allow_inf_nan=False)  # from SIGTERM to the node's end
+    notice_s: float = Field(default=25, gt=0, le=3600, allow_inf_nan=False)  # seconds from SIGTERM to the node's end
 
 
 class ChecksSection(BaseModel):
-    """``"checks"``: how every step is checked, see docs/checks.md. ``"on"`` and ``"off"`` stand for an object.
+    """``"checks"``: checks of every step, see docs/checks.md. ``"on"`` and ``"off"`` stand for an object.
 
     Args:
-        compare_every: optimizer steps after which a short piece of a batch runs whole and sharded again, or under
-            ``"batch"`` samples are probed again for whether they see each other; ``"by_cost"``
-            chooses as many as cost under 1 % of the steps' time, ``"first_batch"`` compares the first batch of every
-            kind alone, ``"always"`` every batch, ``"off"`` none.
+        compare_every: optimizer steps between comparisons, in which a short piece of a batch is run whole and sharded;
+            under ``"batch"``, between probes of whether samples influence each other. ``"by_cost"`` chooses them to
+            cost under 1 % of the steps' time, ``"first_batch"`` compares the first batch of every kind only,
+            ``"always"`` every batch, ``"off"`` none.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -128,10 +126,12 @@ class ChecksSection(BaseModel):
 
 
 def _as_checks(value: Any) -> Any:
+    """``"on"`` and ``"off"`` as an object."""
     return {"enabled": value == "on"} if value in ("on", "off") else value
 
 
-def _as_object(value: Any) -> Any:
+def _as_placement(value: Any) -> Any:
+    """A mode as an object; an object with a planner has mode ``"documents"``, as planners place nothing else."""
     if isinstance(value, Mapping) and "planner" in value:
         return {"mode": "documents", **value}
     return {"mode": value} if isinstance(value, str) else value
@@ -150,7 +150,7 @@ class HeterogeneitySection(BaseModel):
     parallel: Literal["sequence", "full"] = "sequence"
     seq_len: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     layout: Literal["contiguous", "zigzag"] | None = None
-    placement: Annotated[PlacementSection, BeforeValidator(_as_object)] = PlacementSection()
+    placement: Annotated[PlacementSection, BeforeValidator(_as_placement)] = PlacementSection()
     attention: KernelWish = None
     tile_tokens: int | None = Field(default=None, ge=1, le=MAX_SEQ_LEN)
     loss: (
@@ -161,7 +161,7 @@ class HeterogeneitySection(BaseModel):
     zero_within: Literal["node"] | list[Annotated[int, Field(ge=1, le=MAX_RANKS)]] | None = None
     replan: ReplanSection = ReplanSection()
     checks: Annotated[ChecksSection, BeforeValidator(_as_checks)] = ChecksSection()
-    verify: Literal["first_batch", "always", "off"] | None = None  # the name of "checks" before it; read on
+    verify: Literal["first_batch", "always", "off"] | None = None  # old name of "checks", still read
     evaluation: Literal["sharded", "whole"] | None = None
     report: str | None = Field(default=None, min_length=1, max_length=4096)
     elastic: ElasticSection | None = None
@@ -173,7 +173,7 @@ class HeterogeneitySection(BaseModel):
 
     @property
     def compare_every(self) -> int | str:
-        """When a piece of a batch is compared, see `ChecksSection`; by ``"verify"`` where that is still written."""
+        """Steps between comparisons, see `ChecksSection`; from ``"verify"`` if the user still writes that."""
         if not self.checks.enabled:
             return "off"
         return self.checks.compare_every if self.verify is None else self.verify
@@ -196,7 +196,7 @@ class HeterogeneitySection(BaseModel):
 
     @property
     def strategy(self) -> str | dict[str, Any]:
-        """The schedule, or the name of the planner that takes the place of ``"plan"``."""
+        """The schedule; instead of ``"plan"``, the name of the planner if one is requested."""
         return self.planner if self.planner is not None and self.schedule == "plan" else self.schedule
 
     @model_validator(mode="after")
@@ -223,9 +223,10 @@ class HeterogeneitySection(BaseModel):
         if self.batch is None:
             return self
         splitting = ("schedule", "planner", "layout", "placement", "attention", "tile_tokens", "seq_len")
-        if given := [name for name in splitting if name in self.model_fields_set]:
+        written = [name for name in splitting if name in self.model_fields_set]
+        if written:
             raise ValueError(
-                f'"batch" lets every rank run the whole model on samples of its own, and "{given[0]}" says how '
+                f'"batch" lets every rank run the whole model on samples of its own, and "{written[0]}" says how '
                 "sequences or layers are split over ranks. Leave one of them out"
             )
         if self.zero_partition == "memory":
@@ -294,7 +295,7 @@ _OBJECTS: dict[str, type[BaseModel]] = {
     "elastic": ElasticSection,
     "checks": ChecksSection,
 }
-_LIKENESS_OF_SLIPS = 0.7  # similarity of a key with the section's name from which it is taken for a misspelling
+_LIKENESS_OF_SLIPS = 0.7  # least similarity of a key that counts as a misspelling of the section's name; never measured
 
 
 def expect_section_name(ds_config: JsonObject) -> None:
@@ -302,13 +303,13 @@ def expect_section_name(ds_config: JsonObject) -> None:
     for key in ds_config:
         if isinstance(key, str) and key != SECTION and nearest(key.replace("_", ""), [SECTION], _LIKENESS_OF_SLIPS):
             raise ConfigError(
-                f'"{key}" in ds_config.json is no key of DeepSpeed\'s (did you mean "{SECTION}"?). Without a section '
+                f'"{key}" in ds_config.json is not a DeepSpeed key (did you mean "{SECTION}"?). Without a section '
                 "of that name ds_hetero would stay off, and every rank would train on whole sequences."
             )
 
 
 def read_section(raw: Any) -> HeterogeneitySection | None:
-    """Check the section; return None where it is switched off.
+    """Check the section; return None if it is switched off.
 
     Raises:
         ConfigError: unknown keys, wrong types, values that do not exist, combinations that cannot work; one message
@@ -352,13 +353,13 @@ def _explain(error: ValidationError, raw: JsonObject) -> Iterator[str]:
 
 
 def _path(location: tuple[int | str, ...], raw: JsonObject) -> str:
-    """Of the key that a problem is with; inside an object only where the user wrote one."""
+    """Path of the key with the problem: ``replan.min_gain``, or ``replan`` if the user did not write an object."""
     is_inside = location[:1] and location[0] in _OBJECTS and isinstance(raw.get(str(location[0])), Mapping)
     return ".".join(str(part) for part in location[: 2 if is_inside else 1])
 
 
 def accepted(path: str) -> str:
-    """A sentence on what a key of the section, such as ``"replan.min_gain"``, takes; empty for an unknown one."""
+    """Return a sentence on the accepted values of a key, such as ``"replan.min_gain"``; empty for an unknown key."""
     return f"It takes {_ACCEPTED[path]}." if path in _ACCEPTED else ""
 
 
@@ -375,7 +376,7 @@ def _keys(model: type[BaseModel]) -> str:
 
 
 def _autos(value: object, path: str = "") -> Iterator[str]:
-    """Paths of every value "auto" in nested objects and lists."""
+    """Yield the path of every value "auto" in nested objects and lists."""
     if value == "auto":
         yield path
     elif isinstance(value, Mapping):

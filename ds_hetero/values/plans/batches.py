@@ -1,8 +1,8 @@
-"""The samples of an optimizer step, shared by pipelines that take different batches.
+"""Division of the samples of an optimizer step over pipelines that take different batches.
 
-A step uses the next G samples of the order in which one process would read them, G being the sum over the pipelines of
-micro_batch_size x micro_batches. They are cut into one run of samples per pipeline, in order, and each run into that
-pipeline's micro-batches. Plain integers; nothing here imports torch.
+A step uses the next G samples in the order of one process, where G is the sum over the pipelines of micro_batch_size x
+micro_batches. Every pipeline takes a contiguous range of them, in order, and divides it into its micro-batches. Two
+pipelines with 2 x 2 and 1 x 1 samples take samples 0-1, 2-3, and 4. Plain integers; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ds_hetero.values.splits import Split, share
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSplit:
-    """Samples of a step by pipelines with unlike batches. Raises `ScheduleError`: not one whole number >= 1 of each."""
+    """Micro-batches of a step by pipeline. Raises `ScheduleError`: not one whole number >= 1 of each per pipeline."""
 
     micro_batch_sizes: tuple[int, ...]  # samples of a micro-batch, by pipeline
     micro_batches: tuple[int, ...]  # micro-batches per optimizer step, by pipeline
@@ -45,26 +45,30 @@ class BatchSplit:
     def micro_steps(self) -> int:
         """Forwards and backwards per optimizer step on every rank of a job of replicas.
 
-        That of the replica with the most micro-batches. The others fill up with batches in which no label counts,
-        since ZeRO-2 and 3 communicate over all ranks in each.
+        It is the number of the replica with the most micro-batches. The others add dummy batches, in which no label
+        counts, since ZeRO-2 and 3 communicate over all ranks in every forward and backward.
         """
         return max(self.micro_batches)
 
     def micro_batches_of(self, pipeline: int, samples: int) -> list[tuple[int, int]]:
         """Return a pipeline's micro-batches ``[start, stop)`` among the first ``samples`` samples of a step.
 
-        The last step of an epoch may have fewer samples than `samples`; they are shared in the same proportions, so
-        that no pipeline gets more than it has room for. Pipelines with as many micro-batches each take theirs of the
-        same micro-batch of one process, so that a mean over that is made of theirs.
+        The last step of an epoch may have fewer samples than a full one. They are divided in the same proportions, so
+        that no pipeline gets more than fit into its memory.
+
+        If all pipelines have equally many micro-batches, the i-th ones of all together are the i-th micro-batch of one
+        process, so that a loss that is a mean over its micro-batch has the same samples. Micro-batches of 2 and 1
+        samples, two each: the first pipeline takes 0-1 and 3-4, the second 2 and 5.
         """
-        count, whole = self.micro_batches[0], sum(self.micro_batch_sizes)
+        count = self.micro_batches[0]
         if count > 1 and set(self.micro_batches) == {count}:
-            of_one = replace(self, micro_batches=(1,) * len(self.micro_batches))
-            return [
-                (first + start, first + stop)
-                for first in range(0, samples, whole)
-                for start, stop in of_one.micro_batches_of(pipeline, min(whole, samples - first))
-            ]
+            joint_size = sum(self.micro_batch_sizes)  # the micro-batch of one process
+            one_each = replace(self, micro_batches=(1,) * len(self.micro_batches))
+            ranges = []
+            for first in range(0, samples, joint_size):
+                for start, stop in one_each.micro_batches_of(pipeline, min(joint_size, samples - first)):
+                    ranges.append((first + start, first + stop))
+            return ranges
         start, stop = Split(share(samples, self.samples_of)).ranges[pipeline]
         size = self.micro_batch_sizes[pipeline]
         return [(first, min(first + size, stop)) for first in range(start, stop, size)]

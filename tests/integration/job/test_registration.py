@@ -137,7 +137,7 @@ DIFFERENT_FILES: dict[str, tuple[dict[str, Any], str]] = {
         '"gradient_accumulation_steps": missing on rank 0; 2 on rank 1',
     ),
     "clipping": ({"gradient_clipping": None}, '"gradient_clipping": 1.0 on rank 0; missing on rank 1'),
-    "misspelled": ({"heterogenity": {}}, 'on rank 1: "heterogenity" in ds_config.json is no key of DeepSpeed'),
+    "misspelled": ({"heterogenity": {}}, 'on rank 1: "heterogenity" in ds_config.json is not a DeepSpeed key'),
     "another algorithm": (
         {},
         "in the same environment, but these differ:\n  environment variable NCCL_ALGO: Ring on rank 0; not",

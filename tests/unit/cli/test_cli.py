@@ -463,8 +463,8 @@ def test_the_page_on_launching_shows_every_file_whole(tmp_path, monkeypatch):
         (["--hosts", "a"], "names 1 hosts, and the plan is for 2 nodes"),
         (["--hosts", "a,a"], "two have one name"),
         (["--hosts", "a,b c"], "as ssh takes them"),
-        (["--port", "0"], "no port"),
-        (["--interface", "eth0; rm"], "no name of a network interface"),
+        (["--port", "0"], "not a port number"),
+        (["--interface", "eth0; rm"], "not the name of a network interface"),
         (["--out", "missing/folder"], "cannot be written"),
     ],
 )
