@@ -4,9 +4,9 @@
     node      cards, separated by commas, in the order of the ranks
     cards     4090   2x4090   4090x2   2x4090@4x8
 
-``@`` precedes the PCIe slot of these cards, generation x lanes, if it is slower than the card. If all cards of a node
-have the same NVLink (or Infinity Fabric), its ranks use that. Otherwise they use PCIe at the rate of the slowest slot,
-and at half of that through the host's memory if one is a GeForce, whose driver has no peer-to-peer.
+The PCIe slot of these cards follows behind ``@``, generation x lanes, if it is slower than the card. If all cards of a
+node have the same NVLink (or Infinity Fabric), its ranks use that. Otherwise they use PCIe at the rate of the slowest
+slot, and at half of that through the host's memory if one is a GeForce, whose driver has no peer-to-peer.
 
 The line becomes the content of a cluster file, so that its meaning can be saved, read and changed.
 """

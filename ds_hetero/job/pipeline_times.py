@@ -9,8 +9,8 @@
 Clocks of ranks differ. They are aligned by ``joined_s``, the end of the all-reduce of the loss after the last pass:
 all ranks leave it within the time of a short message, so two ranks' ``joined_s`` stand for the same instant.
 
-An example of how a wait is divided, on the clock of the rank that waits: it asks for an activation at 10, the sender
-ends its forward at 13, the activation arrives at 14. The 3 seconds to 13 are bubble, the last one is hop.
+A wait is divided by the clock of the rank that waits. An example: it asks for an activation at 10, the sender ends its
+forward at 13, the activation arrives at 14. The 3 seconds to 13 are bubble, the last one is hop.
 """
 
 from __future__ import annotations

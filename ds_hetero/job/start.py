@@ -4,7 +4,7 @@
     facts = agree_on_facts(world, read)                        # every rank reads, all compare
     start = start_job(world, facts, clusters, plan=request.plan)  # of replicas or pipelines, the same on every rank
 
-A rank that finds a fault sends it to all others before any rank acts, so that every rank stops with the same message.
+All ranks know of a fault that one rank finds before any rank acts, so that every rank stops with the same message.
 The capabilities of the devices are compared as well. Only rank 0 reads schedule and cluster files, searches and
 predicts. Nothing here knows a framework or keeps state: a job that goes on with other ranks is started again, with
 another `World`.
