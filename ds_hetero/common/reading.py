@@ -3,8 +3,8 @@
     content = read_file(path, "schedule", ScheduleError)
 
 It reads plain data and refuses everything else. Plain data are objects with text keys that occur once, lists, text,
-true, false, null, and numbers that are finite and fit into 64 bits. Refused by name, before they do harm, are files that
-are too large, nesting that exhausts the stack, YAML aliases that expand to millions of values, NaN and infinity.
+true, false, null, and numbers that are finite and fit into 64 bits. Refused by name, before they do harm, are too large
+files, nesting that exhausts the stack, YAML aliases that expand to millions of values, NaN and infinity.
 
 Bounds of numbers (`MAX_RANKS` and its like) are far above anything that exists, and low enough that sums of bounded
 numbers fit into 64 bits, and their products into a float. Nothing here imports torch.
