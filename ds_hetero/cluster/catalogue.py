@@ -1,4 +1,4 @@
-"""Catalogue of devices: datasheet, shares of its peaks and link of each, in SI base units."""
+"""Catalogue of devices: the datasheet of each, its achieved shares of the peaks, and its link, in SI base units."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class CatalogueEntry:
     link_bytes_per_s: float  # of that link, one pair, one direction
     pcie_generation: int  # of the card's connector; a slot may be older
     pcie_lanes: int  # of the card's connector; a slot may be narrower
-    platform: str  # ``cuda``, ``rocm``, ``xpu``, ``hpu`` or ``cpu``: what PyTorch calls such devices
+    platform: str  # PyTorch's name for such devices: ``cuda``, ``rocm``, ``xpu``, ``hpu`` or ``cpu``
     ranks: int  # devices that PyTorch sees of one card; ``device`` is one of them
-    peer_to_peer: bool  # whether the driver lets such cards write into each other's memory; False of GeForce
-    attention: Rates  # rates of kernels that run there, the one that an installation would choose first
-    bf16_flops_per_s: float | None  # at most, where it has no bf16 and computes in fp32; None where it has
+    peer_to_peer: bool  # whether the driver lets such cards write into each other's memory; False for GeForce
+    attention: Rates  # rates of the kernels that run on it; an installation chooses the first one
+    bf16_flops_per_s: float | None  # peak in fp32, in which a device without bf16 computes it; None for the others
 
 
 NOMINAL_SHARE = 0.8
@@ -46,11 +46,12 @@ Sources: 0.78 of NVLink 3 by all-reduces of 8 A100, 0.88 of NVLink 4 by copies o
 """
 
 FRAGMENTATION = 0.06
-"""Share of memory that the allocator reserves beyond tensors, from reserved bytes that fsdp_qlora and Qwen print."""
+"""Memory that the allocator wastes, as a share of the tensors' bytes, from reserved bytes that fsdp_qlora and Qwen
+print."""
 
 
 def usual_reserve(memory_bytes: int) -> int:
-    """Bytes that no tensor gets: 1.5 GiB for the driver's context and NCCL, an eighth of small devices.
+    """Return the bytes unusable for tensors: 1.5 GiB for the driver's context and NCCL, an eighth of small devices.
 
     Both are chosen, never measured.
     """
@@ -58,11 +59,12 @@ def usual_reserve(memory_bytes: int) -> int:
 
 
 def pcie_bytes_per_s(generation: int, lanes: int) -> float:
-    """Nominal rate of a PCIe connector in one direction: 1 GB/s a lane in generation 3, doubled by each next one."""
+    """Return the nominal rate of PCIe in one direction: 1 GB/s a lane in generation 3, twice that in each later one."""
     return GB * lanes * 2.0 ** (generation - 3)
 
 
 def _entry(row: CardRow) -> CatalogueEntry:
+    """The entry of a datasheet row, with the rates of the kernel that an installation would choose."""
     rates = row.kind.attention
     device = _device(row)
     if rates:

@@ -1,4 +1,4 @@
-"""Keys, units and checks of the values in a cluster file, and a `Cluster` written as such a file.
+"""Keys, units and checks of the values in a cluster file, and the writer of such files.
 
 Every message names the place in the file.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_hetero.cluster.topology import Cluster, DeviceSpec, Efficiency, Link
+from ds_hetero.cluster.topology import Cluster, DeviceSpec, Link
 from ds_hetero.common.reading import MAX_RANKS, JsonDict, JsonObject, is_whole, shortened, whole_rule
 from ds_hetero.common.spelling import did_you_mean
 from ds_hetero.common.units import GB, GIB, MICRO, TERA
@@ -26,10 +26,11 @@ class Bounds(NamedTuple):
     most: float
 
 
-LIKENESS = 0.5  # of a word with a known one, from which a message asks whether that is meant
-"""Least similarity of a word of a cluster file to one that is offered in its place; see `did_you_mean`."""
+LIKENESS = 0.5
+"""Least similarity of an unknown word to one that a message offers; see `did_you_mean`. Chosen, never measured."""
 
-POSITIVE = Bounds(1e-6, 1e6)  # GB/s, GiB, TFLOPS, W: from a thousand bytes or a million operations a second upwards
+# Bounds are far outside of all devices that exist: they catch wrong units, and keep sums and products finite.
+POSITIVE = Bounds(1e-6, 1e6)  # GB/s, GiB, TFLOPS, W
 _NOT_NEGATIVE = Bounds(0, 1e6)
 SHARE = Bounds(1e-6, 1)  # of a peak
 LINK_RATIO = Bounds(1e-6, 100)  # measured on one link against another, which may be the slower one
@@ -37,7 +38,7 @@ SIZE = Bounds(0, 1e9)  # tokens, rows or keys
 DURATION_US = Bounds(0, 1e9)
 OVERHEAD_S = Bounds(0, 1e3)
 
-# Keys of the file, the field that each fills, the unit behind it, and what it may be.
+# Keys of a device in the file: the field of `DeviceSpec`, the unit in SI, and the bounds.
 DEVICE_KEYS = {
     "peak_tflops": ("peak_flops_per_s", TERA, POSITIVE),
     "memory_gib": ("memory_bytes", GIB, POSITIVE),
@@ -60,14 +61,23 @@ _UNIT_OF = {
 
 
 def expect_keys(where: str, data: Any, *, required: set[str], allowed: set[str]) -> None:
-    """Refuse what is no mapping, lacks a required key or has one that is not allowed; ``where`` is its place."""
+    """Refuse a value that is not a mapping, lacks a required key, or has one that is not allowed.
+
+    Args:
+        where: place of the value in the file.
+
+    Raises:
+        ClusterError: names the place; of a key without a unit, such as ``latency``, the key that has it.
+    """
     if not isinstance(data, Mapping):
         keys = ", ".join(sorted(allowed))
         raise ClusterError(f"{where} must be a mapping with the keys {keys}, got {shortened(data)}.")
     for key in data:
         if key in allowed:
             continue
-        stem = next((s for s in sorted(_UNIT_OF, key=len, reverse=True) if str(key).startswith(s)), None)
+        # The longest stem first: memory_bandwidth also begins with memory.
+        stems = sorted(_UNIT_OF, key=len, reverse=True)
+        stem = next((stem for stem in stems if str(key).startswith(stem)), None)
         if stem and any(name.startswith(stem) for name in allowed):
             place = f"{where}.{shortened(key)[1:-1]}"
             raise ClusterError(f"{place}: this file has one unit per quantity. Give {_UNIT_OF[stem]}.")
@@ -79,7 +89,7 @@ def expect_keys(where: str, data: Any, *, required: set[str], allowed: set[str])
 
 
 def number(where: str, value: Any, bounds: Bounds = POSITIVE) -> float:
-    """A number within its bounds; ``where`` is its place in the file."""
+    """Return a number within its bounds. Raises `ClusterError`: any other value, with its place ``where``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < inf:
         raise ClusterError(f"{where} must be a number without a unit, got {shortened(value)}; the unit is in the key.")
     if value < 0 or (value == 0 < bounds.least):
@@ -91,7 +101,11 @@ def number(where: str, value: Any, bounds: Bounds = POSITIVE) -> float:
 
 
 def whole_number(where: str, value: Any, or_else: str = "") -> int:
-    """A whole number from 1 to `MAX_RANKS`; ``where`` is its place in the file, ``or_else`` what else it may be."""
+    """Return a whole number from 1 to `MAX_RANKS`. Raises `ClusterError`: any other value, with its place ``where``.
+
+    Args:
+        or_else: end of the rule in the message, if the key takes other values, too.
+    """
     if not is_whole(value, 1, MAX_RANKS):
         rule = f"{whole_rule(value, 1, MAX_RANKS)} {or_else}".strip()
         raise ClusterError(f"{where} must be {rule}, got {shortened(value)}.")
@@ -116,15 +130,18 @@ def write_cluster(content: JsonObject, file: Path) -> None:
 
 
 def cluster_to_dict(cluster: Cluster) -> JsonDict:
-    """The content of a cluster file, with every device written out, so that no catalogue is needed to read it."""
+    """Return the content of a cluster file, with all numbers of every device, so that its meaning never changes."""
     out: JsonDict = {"nodes": []}
     for node in cluster.nodes:
         entry: JsonDict = {"name": node.name, "devices": [device.name for device in node.devices]}
         entry["link"] = _link_to_dict(node.link)
         if node.switch_bytes_per_s is not None:
             entry["link"]["total_gb_per_s"] = node.switch_bytes_per_s / GB
-        ports = node.nic_bytes_per_s
-        entry["nics"] = "per_rank" if ports is None else {"count": 1, "bandwidth_gb_per_s": ports / GB}
+        nic_bytes_per_s = node.nic_bytes_per_s
+        if nic_bytes_per_s is None:
+            entry["nics"] = "per_rank"
+        else:
+            entry["nics"] = {"count": 1, "bandwidth_gb_per_s": nic_bytes_per_s / GB}
         if node.host_memory_bytes is not None:
             entry["host_memory_gib"] = node.host_memory_bytes / GIB
         out["nodes"].append(entry)
@@ -148,9 +165,13 @@ def _link_to_dict(link: Link) -> dict[str, float]:
 
 
 def _device_to_dict(device: DeviceSpec) -> JsonDict:
-    values = {key: (getattr(device, field), unit) for key, (field, unit, _) in DEVICE_KEYS.items()}
-    numbers = {key: value / unit for key, (value, unit) in values.items() if value is not None}
-    efficiency = {field.name: getattr(device.efficiency, field.name) for field in fields(Efficiency)}
-    words = {"source": device.source, "attention": device.attention_kernel, "measured": device.measured}
-    shared = {"shares_host_memory": True} if device.shares_host_memory else {}
-    return {**numbers, **words, **shared, "efficiency": efficiency}
+    content: JsonDict = {}
+    for key, (field, unit, _) in DEVICE_KEYS.items():
+        value = getattr(device, field)
+        if value is not None:
+            content[key] = value / unit
+    content |= {"source": device.source, "attention": device.attention_kernel, "measured": device.measured}
+    if device.shares_host_memory:
+        content["shares_host_memory"] = True
+    content["efficiency"] = asdict(device.efficiency)
+    return content

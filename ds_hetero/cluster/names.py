@@ -1,7 +1,7 @@
-"""Which card of the catalogue a person or a driver means: ``rtx4090``, ``A100 80GB PCIe``, ``NVIDIA H100 80GB HBM3``.
+"""Look-up of catalogue cards by names of people and drivers: ``rtx4090``, ``A100 80GB PCIe``, ``NVIDIA H100 PCIe``.
 
-A name is a model, and maybe a form (SXM, PCIe, NVL) and a size of memory. The model has to be one of the spellings that
-are listed here, to the letter: a card that is not in the catalogue is never taken for its neighbour.
+A name has a model, and perhaps a form (SXM, PCIe, NVL) and a size of memory. The model must equal one of the spellings
+in this file: a card that is not in the catalogue is never taken for a similar one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from ds_hetero.cluster.catalogue import CATALOGUE
@@ -17,13 +18,14 @@ from ds_hetero.common.reading import shortened
 from ds_hetero.common.units import GIB
 from ds_hetero.errors import ClusterError
 
-MAX_TEXT = 100
+MAX_TEXT = 100  # characters of a name that are read
 
 _MAKER = {"cuda": "nvidia", "rocm": "amd", "hpu": "intel", "xpu": "intel", "cpu": ""}
+# Brands that may precede a model, each with the empty one for a model alone.
 _TESLA, _GEFORCE, _RTX = ("", "tesla"), ("", "rtx", "geforce", "geforcertx"), ("", "rtx")
 _INSTINCT, _PLAIN = ("", "instinct", "radeoninstinct"), ("",)
 _PRO = "pro6000blackwell"
-# Where a model is not the first word of the catalogue's name: its spellings, and the brands that may precede them.
+# Spellings and brands of the cards whose model is not simply the first word of the catalogue's name.
 _MODELS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "RTX-PRO-6000": (("pro6000", "6000pro", _PRO, f"{_PRO}workstationedition", "6000blackwell", "6000"), _RTX),
     "RTX-6000-Ada": (("6000ada", "ada6000", "6000adageneration", "6000"), _RTX),
@@ -52,7 +54,7 @@ _MODELS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "Max-1550": (("max1550", "gpumax1550", "datacentergpumax1550"), _PLAIN),
     "Arc-B580": (("b580", "arcb580"), _PLAIN),
 }
-# What people mean who name neither form nor memory; it is said which one was taken.
+# Cards that a name without form and memory means; a remark tells the user which one was taken.
 _USUAL = ("H100-SXM-80GB", "A100-SXM-80GB", "RTX-3080-10GB", "RTX-4060Ti-16GB", "RTX-4090", "GH200-96GB")
 _MEMORY = re.compile(r"(?<![a-z0-9])(\d{1,4})\s*(?:gib|gb|g)(?![a-z0-9])")
 _FORM = re.compile(r"(?<![a-z0-9])(sxm\d?|hgx|dgx|pcie|pci-e|nvl)(?![a-z0-9])")
@@ -60,14 +62,14 @@ _NOISE = re.compile(r"(?<![a-z0-9])(hbm\d?e?|oam)(?![a-z0-9])")
 
 
 class Named(NamedTuple):
-    """A card that was found by its name."""
+    """The card that a name means."""
 
     name: str  # of the catalogue
-    others: tuple[str, ...] = ()  # of the same model, which the text would fit as well
+    others: tuple[str, ...] = ()  # further cards of the model that fit the name
 
 
 class _Words(NamedTuple):
-    """A name in parts: model, form and memory, the last two None where they are not said."""
+    """A name in parts: model, form and memory; form and memory are None if the name has none."""
 
     model: str
     form: str | None
@@ -75,23 +77,23 @@ class _Words(NamedTuple):
 
 
 def card_named(text: str) -> Named:
-    """Find the card that a person means.
+    """Return the card that a person's name means.
 
     Raises:
-        ClusterError: the catalogue does not have it, and the message has the three nearest names; or the text fits
-            several cards, and the message lists them.
+        ClusterError: the catalogue lacks the card, with the three nearest names; or the name fits several cards, with
+            a list of them.
     """
     words = _words(text)
-    model = _spellings().get(words.model, ())
-    matches = [name for name in model if _fits(name, words)]
+    cards_of_model = _spellings().get(words.model, ())
+    matches = [name for name in cards_of_model if _fits(name, words)]
     usual = [name for name in matches if name in _USUAL]
     if len(matches) == 1 or usual:
         taken = (usual or matches)[0]
         return Named(taken, tuple(name for name in matches if name != taken))
     if matches:
         raise ClusterError(f"{shortened(text)} may be {' or '.join(matches)}. Say which one.")
-    if model:
-        raise ClusterError(f"{shortened(text)}: of this model the catalogue has {', '.join(model)} only.")
+    if cards_of_model:
+        raise ClusterError(f"{shortened(text)}: of this model the catalogue has {', '.join(cards_of_model)} only.")
     raise ClusterError(
         f"the catalogue has no card {shortened(text)}; the nearest names are {', '.join(_nearest(words.model))}. Take "
         "one of these if it is the card you mean, or describe yours in a cluster file under devices, for which "
@@ -100,38 +102,47 @@ def card_named(text: str) -> Named:
 
 
 def catalogue_name(driver_name: str, memory_bytes: int) -> str | None:
-    """The catalogue's name of a device that its driver calls, say, ``NVIDIA A100-SXM4-80GB``; None if it has none.
+    """Return the catalogue's name of a device by its driver's, such as ``NVIDIA A100-SXM4-80GB``; None if it lacks it.
 
     Args:
-        driver_name: as PyTorch gives it.
-        memory_bytes: as PyTorch gives it; decides where the name says nothing of memory.
+        driver_name: as PyTorch reports it.
+        memory_bytes: as PyTorch reports it; decides between cards of a model if the name does not have the memory.
     """
     words = _words(driver_name)
     matches = [name for name in _spellings().get(words.model, ()) if _fits(name, words)]
 
     def mismatch(name: str) -> tuple[float, bool]:
+        """Difference in memory; of cards with equal ones, SXM or a card without a form in its name is taken."""
         return abs(CATALOGUE[name].device.memory_bytes - memory_bytes), _form_of(name) not in (None, "SXM")
 
     return min(matches, key=mismatch, default=None)
 
 
+# Forms by the first letter of their spellings: sxm4, hgx and dgx, pcie, nvl.
+_FORM_OF_LETTER = {"s": "SXM", "h": "SXM", "d": "SXM", "p": "PCIe", "n": "NVL"}
+
+
 def _words(text: str) -> _Words:
+    """Divide a name: ``NVIDIA A100-SXM4-80GB`` has model ``nvidiaa100``, form SXM and 80 GiB."""
     lower = text.lower()[:MAX_TEXT]
     memory, form = _MEMORY.search(lower), _FORM.search(lower)
     for pattern in (_MEMORY, _FORM, _NOISE):
         lower = pattern.sub(" ", lower)
     model = re.sub(r"[^a-z0-9+]", "", lower)
-    kind = None
-    if form:
-        kind = {"s": "SXM", "h": "SXM", "d": "SXM", "p": "PCIe", "n": "NVL"}[form[1][0]]
-    return _Words(model, kind, int(memory[1]) if memory else None)
+    return _Words(
+        model=model,
+        form=_FORM_OF_LETTER[form[1][0]] if form else None,
+        gib=int(memory[1]) if memory else None,
+    )
 
 
 def _form_of(name: str) -> str | None:
+    """Form in a name of the catalogue."""
     return next((form for form in ("SXM", "PCIe", "NVL") if f"-{form}" in name), None)
 
 
 def _fits(name: str, words: _Words) -> bool:
+    """Whether a catalogue card has the form and the memory of a name, as far as the name has them."""
     entry = CATALOGUE[name]
     if words.gib is not None and words.gib * GIB != entry.device.memory_bytes:
         return False
@@ -141,8 +152,8 @@ def _fits(name: str, words: _Words) -> bool:
 
 @cache
 def _spellings() -> dict[str, tuple[str, ...]]:
-    """Cards by every spelling of their models, without separators."""
-    table: dict[str, list[str]] = {}
+    """Cards by every spelling of their models, without separators: ``4090``, ``rtx4090``, ``nvidiageforcertx4090``."""
+    cards: dict[str, list[str]] = {}
     for name, entry in CATALOGUE.items():
         if name in _MODELS:
             models, brands = _MODELS[name]
@@ -150,22 +161,21 @@ def _spellings() -> dict[str, tuple[str, ...]]:
             models, brands = (name[4:].lower(),), _GEFORCE
         else:
             models, brands = (name.split("-")[0].lower(),), _INSTINCT if entry.platform == "rocm" else _TESLA
-        for maker in {"", _MAKER[entry.platform]}:
-            for brand in brands:
-                for model in models:
-                    table.setdefault(maker + brand + model, []).append(name)
-    return {spelling: tuple(names) for spelling, names in table.items()}
+        makers = {"", _MAKER[entry.platform]}
+        for maker, brand, model in product(makers, brands, models):
+            cards.setdefault(maker + brand + model, []).append(name)
+    return {spelling: tuple(names) for spelling, names in cards.items()}
 
 
 def _nearest(model: str) -> list[str]:
-    """The three models whose spellings are most like ``model``, each by the first of its cards."""
+    """The three models with the most similar spellings, each by the first of its cards."""
     best: dict[str, float] = {}
     for spelling, names in _spellings().items():
-        best[names[0]] = max(best.get(names[0], 0.0), _ratio(model, spelling))
+        best[names[0]] = max(best.get(names[0], 0.0), _similarity(model, spelling))
     return sorted(best, key=lambda name: -best[name])[:3]
 
 
-def _ratio(model: str, spelling: str) -> float:
-    """Likeness of two spellings; one that begins the other is more like it than one with another letter."""
+def _similarity(model: str, spelling: str) -> float:
+    """Similarity of two spellings, at least 0.9 if one begins with the other: people leave the end of names out."""
     begins = bool(model) and spelling.startswith(model)
     return max(SequenceMatcher(None, model, spelling, autojunk=False).ratio(), 0.9 * begins)

@@ -16,7 +16,7 @@ def read_prices(text: str, cluster: Cluster) -> dict[str, float]:
     """Read prices by device name.
 
     Raises:
-        ClusterError: a part without a price, a name of no device of the cluster, or a device that is named twice.
+        ClusterError: a part has no price, a name is not that of a device of the cluster, or a device is named twice.
     """
     names = tuple(dict.fromkeys(device.name for device in cluster.devices))
     prices: dict[str, float] = {}

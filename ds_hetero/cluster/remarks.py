@@ -1,4 +1,4 @@
-"""Sentences about devices: which rates are assumed, what does not run on them."""
+"""Sentences about devices, for people: assumed rates, few measurements, platforms that cannot train."""
 
 from __future__ import annotations
 
@@ -18,34 +18,40 @@ _NOT_RUN = {
 
 
 def confidence(devices: Iterable[DeviceSpec]) -> str:
-    """Name the attention kernels whose rates count, and the devices with few or no measurements."""
-    kinds = {device.name: device for device in devices}.values()
-    kernels = dict.fromkeys(device.attention_kernel or "as measured" for device in kinds)
-    unmeasured = [device.name for device in kinds if not device.measured]
-    few = [f"{name} ({FEW_MEASUREMENTS[name]} steps)" for name in unmeasured if name in FEW_MEASUREMENTS]
-    none = [name for name in unmeasured if name not in FEW_MEASUREMENTS]
+    """Name the attention kernels whose rates are used, and the devices with few or no measurements."""
+    distinct_devices = {device.name: device for device in devices}.values()
+    kernels = dict.fromkeys(device.attention_kernel or "as measured" for device in distinct_devices)
+    little_measured, never_measured = [], []
+    for device in distinct_devices:
+        if device.measured:
+            continue
+        if device.name in FEW_MEASUREMENTS:
+            little_measured.append(f"{device.name} ({FEW_MEASUREMENTS[device.name]} steps)")
+        else:
+            never_measured.append(device.name)
     parts = [f"attention: {', '.join(kernels)}"]
-    if few:
-        parts.append(f"few measurements of this card: {', '.join(few)}")
-    if none:
-        parts.append(f"no measurement of this card: {', '.join(none)}")
+    if little_measured:
+        parts.append(f"few measurements of this card: {', '.join(little_measured)}")
+    if never_measured:
+        parts.append(f"no measurement of this card: {', '.join(never_measured)}")
     return "; ".join(parts)
 
 
 def device_remarks(devices: Sequence[DeviceSpec]) -> tuple[str, ...]:
-    """Sentences about unsupported platforms, devices without bf16, assumed numbers and mixed platforms."""
-    known = {device.name: CATALOGUE[device.name] for device in devices if device.name in CATALOGUE}
+    """Return sentences about unsupported platforms, devices without bf16, assumed numbers and mixed platforms."""
+    entries = {device.name: CATALOGUE[device.name] for device in devices if device.name in CATALOGUE}
     names_by_platform: dict[str, list[str]] = {}
-    for name, entry in known.items():
+    for name, entry in entries.items():
         names_by_platform.setdefault(entry.platform, []).append(name)
-    remarks = [
-        _NOT_RUN[platform].format(", ".join(names))
-        for platform, names in names_by_platform.items()
-        if platform in _NOT_RUN
-    ]
-    remarks += [_without_bf16(entry, entry.bf16_flops_per_s) for entry in known.values() if entry.bf16_flops_per_s]
-    assumed = {device.name: device.source for device in devices if device.source.startswith(NO_DATASHEET)}
-    remarks += [f"the numbers of {name} are assumed: {source}" for name, source in assumed.items()]
+    remarks = []
+    for platform, names in names_by_platform.items():
+        if platform in _NOT_RUN:
+            remarks.append(_NOT_RUN[platform].format(", ".join(names)))
+    for entry in entries.values():
+        if entry.bf16_flops_per_s:
+            remarks.append(_without_bf16(entry, entry.bf16_flops_per_s))
+    assumed_sources = {device.name: device.source for device in devices if device.source.startswith(NO_DATASHEET)}
+    remarks += [f"the numbers of {name} are assumed: {source}" for name, source in assumed_sources.items()]
     if len(names_by_platform) > 1:
         platforms = " beside ".join(platform.upper() for platform in names_by_platform)
         remarks.append(f"{platforms} in one job is not supported: planning only")

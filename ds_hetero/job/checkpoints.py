@@ -1,10 +1,17 @@
-"""A checkpoint is written beside its folder and takes the folder's place when it is whole.
+"""Atomic replacement of checkpoint folders: parts are written to a draft, which replaces the folder when complete.
 
-    draft = begin(folder)        # an empty folder beside it, for the parts
-    publish(folder)              # once all parts are in the draft
+    draft = begin(folder)        # makes an empty folder "NAME.saving" for the parts
+    publish(folder)              # when all parts are in the draft
 
-A process may die at any moment and leaves a whole checkpoint, the one of before or the new one: at its place or,
-between two renames, beside it, from where `recover` moves it. Files that the user keeps in the folder stay there.
+A process may die at any time. The folders that it leaves, and what `recover` makes of them:
+
+    NAME    NAME.saving    NAME.replaced
+    old     new            -                  the save did not end: the old checkpoint counts
+    -       new            old                died between the renames of `publish`: the new one becomes NAME
+    -       -              old                as before, and the draft is gone: the old one becomes NAME again
+    new     -              old                died while the old one was deleted: it is deleted
+
+Files that the user keeps in the folder move to the new one.
 """
 
 from __future__ import annotations
@@ -17,19 +24,19 @@ from pathlib import Path
 
 from ds_hetero.errors import CheckpointError
 
-DRAFT = ".saving"  # what the name of a folder ends in while its parts are written
-_REPLACED = ".replaced"  # likewise of the checkpoint of before, from the first rename until it is deleted
-_CUT_SHORT = re.compile(r"unexpected pos|PytorchStreamWriter|enforce fail")  # torch, of a file that stops growing
+DRAFT = ".saving"  # ending of the folder's name while its parts are written
+_REPLACED = ".replaced"  # ending of the old checkpoint's name, from the first rename until it is deleted
+_CUT_SHORT = re.compile(r"unexpected pos|PytorchStreamWriter|enforce fail")  # torch's errors when a file stops growing
 _OFFLOADED = "offloaded_tensors"  # DeepSpeed's folder for state on NVMe
 
 
 def draft_of(folder: Path) -> Path:
-    """Where the parts of a checkpoint are written."""
+    """Return the folder to which the parts of a checkpoint are written."""
     return folder.with_name(folder.name + DRAFT)
 
 
 def begin(folder: Path) -> Path:
-    """Make an empty draft in an earlier one's place. Raises `CheckpointError`: a bad name; `OSError`."""
+    """Make an empty draft; an earlier one is deleted. Raises `CheckpointError`: a bad name; or `OSError`."""
     if folder.name in ("", "..") or folder.name.endswith((DRAFT, _REPLACED)):
         raise CheckpointError(
             f"a checkpoint cannot be saved as {folder}: a tag names a folder, and its name must not end in {DRAFT} or "
@@ -44,17 +51,17 @@ def begin(folder: Path) -> Path:
 
 
 def publish(folder: Path) -> None:
-    """Put the draft, which is whole, in the place of the folder. Raises `OSError`: the file system refuses it."""
+    """Replace the folder by its complete draft. Raises `OSError`: the file system refuses it."""
     recover(folder)
     if folder.exists():
         os.rename(folder, _replaced(folder))
-        recover(folder)
+        recover(folder)  # does the rest
     else:
         os.rename(draft_of(folder), folder)
 
 
 def recover(folder: Path) -> None:
-    """Finish what `publish` has begun, if it was cut off."""
+    """Finish a `publish` that was interrupted, see the table of the module; otherwise do nothing."""
     replaced, draft = _replaced(folder), draft_of(folder)
     if not replaced.exists():
         return
@@ -66,7 +73,7 @@ def recover(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete the draft as far as that is possible; the folder stays as it is."""
+    """Delete the draft as far as possible; the folder stays as it is."""
     shutil.rmtree(draft_of(folder), ignore_errors=True)
 
 
@@ -81,22 +88,26 @@ def expect_finished(folder: Path) -> None:
 
 
 def why_not_written(path: Path, error: Exception) -> str:
-    """Why a part, or a folder for it, could not be written: torch hides it, but the file system says it again."""
+    """Return the reason why a part, or a folder for it, could not be written.
+
+    torch's errors often hide the file system's. So a file is written once more, to get the error again.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
             return str(cause)
         cause = cause.__cause__ or cause.__context__
     try:
-        _try_to_grow(path)
-    except OSError as refusal:
-        return str(refusal)
+        _write_more(path)
+    except OSError as os_error:
+        return str(os_error)
     if _CUT_SHORT.search(str(error)):
         return "the file system took a part of it only: a full disk, a quota, or a limit on the size of files"
     return f"{type(error).__name__}: {error}"
 
 
-def _try_to_grow(path: Path) -> None:
+def _write_more(path: Path) -> None:
+    """Append 1 MiB to a file, or write it to a temporary file in a folder. Raises `OSError`."""
     with tempfile.TemporaryFile(dir=path) if path.is_dir() else open(path, "ab") as file:
         file.write(bytes(1 << 20))
         file.flush()
@@ -108,7 +119,7 @@ def _replaced(folder: Path) -> Path:
 
 
 def _keep_files_of_user(replaced: Path, folder: Path) -> None:
-    """Move what is no part of the checkpoint of before into the new one."""
+    """Move the files that are not parts of the old checkpoint into the new one."""
     for entry in replaced.iterdir():
         is_part = entry.name.endswith("states.pt") or entry.name == _OFFLOADED
         if not is_part and not (folder / entry.name).exists():

@@ -1,4 +1,4 @@
-"""Advice on batches of several documents that are cut by their length, as they are by default."""
+"""Advice to place batches by their documents, for jobs that shard them by length."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from ds_hetero.runtime.attention.batch_layout import BatchLayout
 from ds_hetero.values.section import HeterogeneitySection
 
 logger = logging.getLogger(__name__)
-WORTH_SAYING = 0.05  # of the time of a layer
+WORTH_SAYING = 0.05  # share of a layer's time; smaller gains are not announced; chosen, never measured
 
 
 class DocumentAdvice:
-    """Says once what placing documents is predicted to save, at the first batch that has several.
+    """Announces once, at the first batch of several documents, what placing them is predicted to save.
 
-    It is silent where the section has ``"placement"``, where nothing is known of the devices, which is so on all ranks
-    but 0, and from the first batch on that is placed by its documents.
+    It announces nothing if the section has ``"placement"``, if the devices are unknown (as on all ranks but 0), or if
+    that batch is placed by its documents already.
 
     Args:
-        forecasts: one per replica, this rank's first; none where nothing is known of the devices.
+        forecasts: one per replica, this rank's first; empty if the devices are unknown.
     """
 
     def __init__(self, section: HeterogeneitySection, forecasts: Sequence[Forecast]) -> None:
-        is_open = "placement" not in section.model_fields_set
-        self._forecast = forecasts[0] if is_open and forecasts else None
+        is_undecided = "placement" not in section.model_fields_set
+        self._forecast = forecasts[0] if is_undecided and forecasts else None  # None once the advice is given
 
     def record_batch(self, batch: BatchLayout) -> None:
-        """Take note that a sharded forward begins."""
+        """Examine the batch of a sharded forward that begins."""
         rows, forecast = batch.placement.rows, self._forecast
         if forecast is None or len(rows) != 1 or len(rows[0].documents) < 2 or not torch.is_grad_enabled():
             return
@@ -55,10 +55,11 @@ class DocumentAdvice:
         except HeteroError as error:
             logger.debug("its documents cannot be placed: %s", error)
             return
-        cut_s, placed_s = (placement_loads(p, documents, costs).predicted_s for p in (batch.placement, placed))
-        if placed_s < (1 - WORTH_SAYING) * cut_s:
+        stream_s = placement_loads(batch.placement, documents, costs).predicted_s
+        placed_s = placement_loads(placed, documents, costs).predicted_s
+        if placed_s < (1 - WORTH_SAYING) * stream_s:
             announce(
                 f"a batch of {len(documents)} documents is cut by its length. Placed by them, its layers are predicted "
-                f'to take {1 - placed_s / cut_s:.0%} less time: set "placement" to "documents" in the "heterogeneity" '
-                'section, or to "stream" to hear no more of it.'
+                f'to take {1 - placed_s / stream_s:.0%} less time: set "placement" to "documents" in the '
+                '"heterogeneity" section, or to "stream" to hear no more of it.'
             )

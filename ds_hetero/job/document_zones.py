@@ -1,4 +1,4 @@
-"""Zones of placed documents: inside one group, on groups of one node, or on several nodes."""
+"""Counts of the tokens of placed documents by zone: inside one group, on groups of one node, or on several nodes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ ZONES = ("local", "node", "cluster")
 
 
 class DocumentZones:
-    """Counts the tokens of this replica's batches by `ds_hetero.values.placement.Lane.zone`; ``node`` of every unit."""
+    """Counts the tokens of this replica's batches by `ds_hetero.values.placement.Lane.zone`.
+
+    Args:
+        node: of every unit of the placement.
+    """
 
     def __init__(self, node: Sequence[int]) -> None:
         self._node = node
-        self._tokens: Counter[str] = Counter()
-        self._moved_tokens = 0  # that change ranks for attention
+        self._tokens: Counter[str] = Counter()  # by zone, since the last `take_shares`
+        self._moved_tokens = 0  # tokens that other ranks attend to than hold them elsewhere
         self._is_announced = False
 
     def record_batch(self, batch: BatchLayout) -> None:
-        """Count the tokens of a batch that has several documents, or that was placed by them."""
+        """Count the tokens of a batch, unless it is a single document that was sharded by length."""
         if batch.placement.is_stream and len(batch.placement.rows[0].documents) < 2:
             return
         self._moved_tokens += batch.batch_size * sum(move.tokens for move in batch.placement.moves)
@@ -30,18 +34,20 @@ class DocumentZones:
             self._tokens[lane.zone(self._node)] += batch.batch_size * tokens
 
     def take_shares(self) -> dict[str, float]:
-        """Shares of the tokens since the last call, by zone; nothing where there were none."""
+        """Return the share of the tokens since the last call by zone; empty without tokens."""
         tokens, self._tokens = self._tokens, Counter()
         total = tokens.total()
         return {zone: tokens[zone] / total for zone in ZONES} if total else {}
 
     def announce_once(self, shares: dict[str, float]) -> None:
-        """Say at the first observation where documents lie; for rank 0."""
+        """Announce the shares at the first call that has some; on rank 0."""
         if not shares or self._is_announced:
             return
         self._is_announced = True
-        moved = f"; {self._moved_tokens:,} tokens change ranks before attention and after it"
-        announce(
+        text = (
             f"documents: {shares['local']:.0%} of the tokens lie inside one group of ranks, {shares['node']:.0%} are "
-            f"cut inside a node, {shares['cluster']:.0%} between nodes" + (moved if self._moved_tokens else "")
+            f"cut inside a node, {shares['cluster']:.0%} between nodes"
         )
+        if self._moved_tokens:
+            text += f"; {self._moved_tokens:,} tokens change ranks before attention and after it"
+        announce(text)

@@ -1,8 +1,8 @@
-"""Whether every rank's device computes in the job's data type itself.
+"""Refusal of bfloat16 on devices without hardware for it.
 
 NVIDIA's GPUs older than Ampere (V100, T4, RTX 20) lack hardware for bfloat16. torch computes it there in float32, whose
-peak is an eighth of that in float16 (datasheets, in `ds_hetero.cluster.catalogue`), and attention falls to a kernel
-that is slower still. The other ranks would wait for it in every layer.
+peak is an eighth of that in float16 (datasheets, in `ds_hetero.cluster.catalogue`), and attention runs with an even
+slower kernel. The other ranks would wait for such a device in every layer.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _BF16 = "bfloat16"
 
 
 def dtype_of(facts: JobFacts) -> str:
-    """The data type in which layers are computed, such as ``"bfloat16"``."""
+    """Return the data type in which layers are computed, such as ``"bfloat16"``."""
     return facts.training.mixed_precision or facts.model.dtype
 
 
 def device_without_bf16(facts: JobFacts, device: torch.device) -> str | None:
-    """The name of this rank's device if the job needs bfloat16 and the device has none; None otherwise."""
+    """Return the name of this rank's device if the job needs bfloat16 and the device has no hardware for it."""
     if source_of_bf16(facts) is None or has_native_bf16(device):
         return None
     return torch.cuda.get_device_name(device)
 
 
 def source_of_bf16(facts: JobFacts) -> str | None:
-    """What asks for bfloat16, as the user knows it; None where nothing does."""
+    """Return the setting that asks for bfloat16, by the user's name for it; None if the job does not need bfloat16."""
     if facts.training.mixed_precision is not None:
         return '"bf16" in ds_config.json' if facts.training.mixed_precision == _BF16 else None
     if facts.training.autocast == _BF16:
@@ -44,8 +44,8 @@ def expect_native_bf16(facts: JobFacts, lacking: Sequence[str | None], *, in_pip
     """Refuse bfloat16 on devices that have no hardware for it. Raises `ConfigError`: ranks, devices, what to change.
 
     Args:
-        lacking: by rank, what `device_without_bf16` says there.
-        in_pipelines: the model is cut into stages of pipelines, which do not train in float16.
+        lacking: result of `device_without_bf16` on every rank.
+        in_pipelines: whether the model is divided into stages of pipelines, which do not train in float16.
     """
     by_device = ranks_by_value((rank, name) for rank, name in enumerate(lacking) if name is not None)
     if not by_device:

@@ -1,6 +1,6 @@
-"""Files of weights as transformers reads them: safetensors, and an index that says which file holds what.
+"""Writer of weight files for transformers: safetensors, and an index with the file of every tensor.
 
-Whatever the file system or safetensors refuses is a `CheckpointError` that names the file.
+Errors of the file system and of safetensors are raised as a `CheckpointError` that names the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def file_name(number: int, count: int) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder where there is none. Raises `CheckpointError`: it cannot be made."""
+    """Make a folder if it is missing. Raises `CheckpointError`: it cannot be made."""
     with _naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -36,7 +36,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index of a folder: the file of every tensor, and bytes in all. Raises `CheckpointError`."""
+    """Write the index of a folder: the file of every tensor, and the total bytes. Raises `CheckpointError`."""
     content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     write_text(folder / "model.safetensors.index.json", json.dumps(content, indent=2) + "\n")
 
@@ -49,6 +49,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
+    """Raise errors of writing as a `CheckpointError` that names the file."""
     try:
         yield
     except (OSError, SafetensorError) as error:

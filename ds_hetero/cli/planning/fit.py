@@ -231,12 +231,12 @@ def _host_lines(fitted: Fitted) -> list[str]:
 def _print_outlooks(outlooks: Sequence[_Outlook], advice: Sequence[Advice]) -> None:
     """Print the results for other clusters, and the changes that would make today's fit."""
     if len(outlooks) > 1:
-        columns = ("what if", "fits", "longest", "per iteration", "tokens/s")
-        print_table(columns, map(_outlook_row, outlooks), "The same on other clusters")
+        outlook_columns = ("what if", "fits", "longest", "per iteration", "tokens/s")
+        print_table(outlook_columns, map(_outlook_row, outlooks), "The same on other clusters")
         print("\n".join(f"{outlook.name} does not fit: {outlook.why_not}" for outlook in outlooks if outlook.why_not))
     if advice:
-        columns = ("change", "fits", "per iteration", "remark")
-        print_table(columns, map(_advice_row, advice), "What would make it fit, cheapest first")
+        advice_columns = ("change", "fits", "per iteration", "remark")
+        print_table(advice_columns, map(_advice_row, advice), "What would make it fit, cheapest first")
         best = _first_that_fits(advice)
         if best is None:
             print("nothing that this engine can do is enough; use shorter sequences, more cards or larger ones")

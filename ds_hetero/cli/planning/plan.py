@@ -221,14 +221,14 @@ def _ranks(scenario: Scenario, planned: PlannedSchedule) -> Iterator[tuple[str, 
     for position, group in enumerate(planned.schedule.ring_groups):
         ranks_of_row: dict[tuple[str, ...], list[int]] = {}
         for rank, heads in zip(group.ranks, group.heads, strict=True):
-            row = (
+            cells = (
                 scenario.cluster.devices[rank].name,
                 str(tokens[rank]),
                 str(heads),
                 bytes_text(planned.prediction.memory_bytes[rank]),
                 bytes_text(capacity[rank]),
             )
-            ranks_of_row.setdefault(row, []).append(rank)
+            ranks_of_row.setdefault(cells, []).append(rank)
         for row, ranks in ranks_of_row.items():
             yield (str(position), rank_ranges(ranks), *row)
 
