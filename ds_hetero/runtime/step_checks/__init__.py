@@ -2,7 +2,8 @@
 
 protocol   a check: this rank's few numbers, and a verdict from the numbers of all ranks
 exchange   all checks of one engine: one exchange per optimizer step
-comparison_pace   when a piece of a batch is compared again
+comparison_pace   after how many steps a piece of a batch is compared again
+early_comparisons   comparisons that come sooner while gradients are exactly zero
 graph_changes   whether a piece of a batch has to be compared since losses are made of other operations
 as_loaded   places and labels that a forward is given are those of the loader
 same_switches   what of the model is trained and how it runs is the same on every rank

@@ -1,11 +1,9 @@
-"""When a piece of a batch is compared again, whole and sharded: every so many optimizer steps.
+"""Optimizer steps after which a piece of a batch is compared again, whole and sharded.
 
-A gate that opens, a module that the script replaces: a model may begin to compute something else at any step. The
-number of steps is given, or follows from what comparisons cost: they may take 1 % of the time of steps. Each rank
-measures both; the ratios are exchanged with the numbers of the step's checks, and the largest one counts on all ranks.
-
-A gradient that is exactly zero shows nothing: that of a layer behind a head of zeros, of LoRA's A behind a B of zeros.
-As long as there are such, the next comparisons come after 1, 2, 4 and 8 steps, whatever they cost.
+A model may begin to compute something else at any step: a gate opens, the script replaces a module. The number of steps
+is given, or follows from what comparisons cost: they may take 1 % of the time of steps. Each rank measures both times;
+the ratios are exchanged with the numbers of the step's checks, and the largest one counts on all ranks. Comparisons
+that come before that are those of `EarlyComparisons`.
 """
 
 from __future__ import annotations
@@ -17,18 +15,22 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from ds_hetero.common.reading import MAX_STEPS
+from ds_hetero.runtime.step_checks.early_comparisons import EarlyComparisons
 from ds_hetero.runtime.step_checks.protocol import Verdict
 
-SHARE = 0.01  # of the steps' time that comparisons may take
-_FEWEST_TIMED_STEPS = 5  # before their median counts: the first one is slower
-_TIMED_STEPS = 64  # the latest ones
-# Comparisons that come early where gradients are zero: the first step moves a head of zeros, the second what is behind
-# it, and so on; a parameter that is never used has zeros for ever. Chosen, never measured.
-_MOST_EARLY = 4
+SHARE = 0.01  # of the steps' time that comparisons may take; chosen: the goal for what all checks cost
+_FEWEST_TIMED_STEPS = 5  # before their median counts: the first one is slower; chosen, never measured
+_TIMED_STEPS = 64  # the latest ones; chosen, never measured
 
 
 def comparison_interval(steps_of_time: float) -> int:
-    """Return the fewest steps that a comparison takes less than `SHARE` of; it takes the time of ``steps_of_time``."""
+    """Return the fewest steps of which a comparison takes less than `SHARE`.
+
+    Example: a comparison that takes as long as 0.3 steps comes every 31 steps.
+
+    Args:
+        steps_of_time: the comparison's time over that of a step.
+    """
     return min(int(steps_of_time / SHARE) + 1, MAX_STEPS)
 
 
@@ -50,10 +52,7 @@ class ComparisonPace:
         self._comparison_s: float | None = None
         self._step_times: deque[float] = deque(maxlen=_TIMED_STEPS)  # in seconds, without comparisons
         self._step_began: float | None = None
-        self._has_zeros = False  # a gradient was zero in the latest comparison, on this rank
-        self._has_zeros_on_any = False
-        self._num_early = 0  # comparisons that came early
-        self.is_comparing_early = False  # the comparison that runs is one of them
+        self._early = EarlyComparisons()
 
     @property
     def is_due(self) -> bool:
@@ -65,13 +64,17 @@ class ComparisonPace:
 
     @property
     def _is_early(self) -> bool:
-        """Whether a piece is to be compared again since gradients were zero."""
-        may_be_early = self.every == "by_cost" and self._has_zeros_on_any and self._num_early < _MOST_EARLY
-        return may_be_early and self._steps >= 2**self._num_early
+        """Whether a piece is to be compared again since gradients were zero; a given number of steps is kept."""
+        return self.every == "by_cost" and self._early.is_due(self._steps)
+
+    @property
+    def is_comparing_early(self) -> bool:
+        """Whether the comparison that runs is made for gradients that were zero."""
+        return self._early.runs
 
     def note_zeros(self) -> None:
         """A gradient of the comparison that runs is exactly zero on one process."""
-        self._has_zeros = True
+        self._early.has_zeros = True
 
     @contextlib.contextmanager
     def comparing(self, *, shows_new: bool = False) -> Iterator[None]:
@@ -80,10 +83,7 @@ class ComparisonPace:
         Args:
             shows_new: its batch can show what none before could, so that it is not made for the zeros alone.
         """
-        self.is_comparing_early = self._is_early and not shows_new
-        self._num_early += self._is_early
-        if self._steps > 0:  # else another batch of the same step has been compared
-            self._has_zeros = False
+        self._early.begin(is_due=self._is_early, shows_new=shows_new, num_steps=self._steps)
         began = time.perf_counter()
         yield
         self._comparison_s = time.perf_counter() - began
@@ -93,9 +93,11 @@ class ComparisonPace:
 
     def restart(self) -> None:
         """Go on as on a rank that has just begun."""
-        self._steps, self._agreed, self._step_began = 0, None, None
-        self._has_zeros_on_any = False
+        self._steps = 0
+        self._agreed = None
+        self._step_began = None
         self._step_times.clear()
+        self._early.learn(has_zeros_on_any=False)
 
     def numbers(self) -> Sequence[float]:
         """How many steps would take as long as the latest comparison, 0 if that is not known; whether it saw zeros."""
@@ -104,13 +106,16 @@ class ComparisonPace:
             self._step_times.append(now - self._step_began)
         self._step_began = now
         self._steps += 1
+        has_zeros = float(self._early.has_zeros)
         if self._comparison_s is None or len(self._step_times) < _FEWEST_TIMED_STEPS:
-            return [0.0, float(self._has_zeros)]
-        return [self._comparison_s / max(statistics.median(self._step_times), 1e-9), float(self._has_zeros)]
+            return [0.0, has_zeros]
+        step_s = max(statistics.median(self._step_times), 1e-9)  # a clock may not have moved
+        return [self._comparison_s / step_s, has_zeros]
 
     def verdict(self, rows: Sequence[Sequence[float]]) -> Verdict:
         """See `StepCheck`; takes over what all ranks know."""
         ratios = [ratio for ratio, _ in rows]
-        self._has_zeros_on_any = any(has_zeros for _, has_zeros in rows)
+        self._early.learn(has_zeros_on_any=any(has_zeros for _, has_zeros in rows))
+        # A ratio of 0 is that of a rank that has not timed enough steps: ranks begin to count by cost together.
         self._agreed = comparison_interval(max(ratios)) if all(ratios) else None
         return None

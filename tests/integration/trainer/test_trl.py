@@ -255,7 +255,7 @@ def test_an_experimental_trainer_is_not_taken_for_the_one_whose_name_it_has(monk
     from trl.experimental.bema_for_ref_model import DPOTrainer
 
     from ds_hetero.errors import ConfigError
-    from ds_hetero.frameworks.trl.adapter import expect_known
+    from ds_hetero.frameworks.trl.known_trainers import expect_known
 
     with pytest.raises(ConfigError, match=r"experimental\.bema_for_ref_model\.DPOTrainer is not known to train"):
         expect_known(object.__new__(DPOTrainer))
@@ -274,7 +274,7 @@ def test_every_trainer_of_trl_is_known_or_refused_by_its_name(monkeypatch: pytes
 
 def is_known(kind: type) -> bool:
     from ds_hetero.errors import ConfigError
-    from ds_hetero.frameworks.trl.adapter import expect_known
+    from ds_hetero.frameworks.trl.known_trainers import expect_known
 
     try:
         expect_known(object.__new__(kind))
@@ -315,7 +315,7 @@ def _public_name(kind: type) -> str:
 def test_an_unknown_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_hetero.engine import patching
     from ds_hetero.errors import VersionError
-    from ds_hetero.frameworks.trl.adapter import expect_known
+    from ds_hetero.frameworks.trl.known_trainers import expect_known
 
     trainer = type("DPOTrainer", (), {"__module__": "trl.trainer.dpo_trainer"})()
     expect_known(trainer)

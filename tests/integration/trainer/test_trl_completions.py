@@ -274,7 +274,7 @@ def test_ranks_that_share_a_sequence_count_once(
 ) -> None:
     """Two replicas of two ranks, with two prompts each, and two micro-batches in a step."""
     from ds_hetero.errors import ConfigError
-    from ds_hetero.frameworks.trl.adapter import count_replicas
+    from ds_hetero.frameworks.trl.completions import count_replicas
 
     known = {
         "per_device_train_batch_size": 2,

@@ -6,7 +6,7 @@ import pytest
 from trl import DPOTrainer, SFTTrainer
 
 from ds_hetero.errors import ConfigError
-from ds_hetero.frameworks.trl.adapter import running_state, set_running_state
+from ds_hetero.frameworks.trl.running_state import running_state, set_running_state
 
 
 def _trainer(metrics, tokens):

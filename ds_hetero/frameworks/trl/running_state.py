@@ -1,0 +1,39 @@
+"""State of TRL's trainers that no checkpoint has, for jobs that go on after a lost node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_hetero.errors import ConfigError
+from ds_hetero.frameworks.trl.known_trainers import OF_TOKENS, class_name
+
+
+def running_state(trainer: Any) -> dict[str, Any]:
+    """Return the sums for logs, which TRL writes into no checkpoint; nothing for a trainer that is not TRL's.
+
+    Raises:
+        ConfigError: the trainer has more state than these sums, such as generated completions.
+    """
+    name = class_name(trainer)
+    if name is None:
+        return {}
+    if name not in OF_TOKENS:
+        raise ConfigError(
+            f"TRL's {name} cannot be kept by an elastic job yet: what it generates, or compares with, is in no save. "
+            f"Of TRL's trainers {', '.join(sorted(OF_TOKENS))} goes on exactly; start this one without --elastic."
+        )
+    metrics = {}  # by "train" and "eval": the values since the latest log, by their names
+    for mode, values_by_name in trainer._metrics.items():
+        metrics[mode] = {name: list(values) for name, values in values_by_name.items()}
+    return {"metrics": metrics, "tokens": trainer._total_train_tokens}
+
+
+def set_running_state(trainer: Any, state: dict[str, Any]) -> None:
+    """Put back what `running_state` returned."""
+    if not state:
+        return
+    trainer._total_train_tokens = state["tokens"]
+    for mode, values_by_name in state["metrics"].items():
+        # TRL's dictionaries stay: they are defaultdicts, which begin a list for every new name.
+        trainer._metrics[mode].clear()
+        trainer._metrics[mode].update(values_by_name)
