@@ -251,13 +251,13 @@ def scale_loss(
     if hooked.model.graphs is not None:
         hooked.model.graphs.note_backward(loss)
     with hooked.clock.phase(IDLE, "loss"):
-        micro_step = 0 if whole is None else whole.micro_step(hooked.engine.global_steps)
+        micro_step = 0 if whole is None else whole.batches.micro_step(hooked.engine.global_steps)
         loss = hooked.scaling.scale(loss, divisor, micro_step)
     # Divided here: DeepSpeed 0.18 divides wherever a gradient passes an output, at the loss and again at the logits.
     result = backward(loss / divisor, retain_graph=retain_graph, scale_wrt_gas=False)
     if whole is not None:
         hooked.scaling.release()
-        whole.end_batch()
+        whole.end_backward()
     return result
 
 

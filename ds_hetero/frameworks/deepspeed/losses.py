@@ -65,7 +65,7 @@ class LossScaling:
         Args:
             loss: scalar, of the batch that the model saw last.
             divisor: what the engine's backward will divide by.
-            micro_step: of a model that runs whole, see `WholeModel.micro_step`.
+            micro_step: of a model that runs whole, see `MicroBatchOrder.micro_step`.
 
         Caller: every rank of the world, once per micro-batch.
         Collectives: without checks of a step, at first, one all_gather of two numbers over the world; see
@@ -99,7 +99,7 @@ class LossScaling:
         """Weigh the terms of a loss as parts of those of the global batch."""
         if not model.takes_unlike_batches:
             return loss
-        batch = model.batch_at(micro_step)
+        batch = model.batches.use(micro_step)
         assert self._weighing is not None
         if not is_scaled(loss):
             return self._weighing.weigh(loss, batch, divisor)

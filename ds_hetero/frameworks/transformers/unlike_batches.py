@@ -155,7 +155,7 @@ class UnlikeSteps:
         self._latest = taken[-1] if taken else self._latest
         fillers = [Filler(self._latest or {}) for _ in range(num_batches - len(taken))]
         counts = [*own, *[UnitCounts(0)] * len(fillers)]
-        self._model.give_step(
+        self._model.batches.give_step(
             [
                 MicroBatchWeights(index=i, counts=one, counts_of_step=total, micro_batches=micro_batches)
                 for i, one in enumerate(counts)
@@ -192,9 +192,9 @@ class UnlikeSteps:
         if multiplies and num_items is not None:
             self.note_multiplied(loss)
         items = None if num_items is None else float(num_items)
-        loss = self._losses.weigh_for_trainer(loss, model.latest_batch, items)
+        loss = self._losses.weigh_for_trainer(loss, model.batches.latest, items)
         if not self._takes_means_for_parts(inputs):
-            loss = loss / model.latest_batch.micro_batches
+            loss = loss / model.batches.latest.micro_batches
         return loss, outputs
 
     def note_multiplied(self, loss: Tensor) -> None:

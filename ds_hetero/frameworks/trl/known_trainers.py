@@ -79,8 +79,8 @@ def _expect_no_term_of_adapters(trainer: Any) -> None:
     adalora = [name for name, config in adapters.items() if config.peft_type == "ADALORA"]
     if adalora:
         raise ConfigError(
-            f"PEFT adapter {adalora[0]!r} is of AdaLoRA, which adds a term to the loss of a model. On one process TRL's "
-            f"{class_name(trainer)} leaves it out; where ranks share tokens it would be there. Train LoRA, or AdaLoRA "
+            f"PEFT adapter {adalora[0]!r} is of AdaLoRA, which adds a term to the loss of a model. On one process "
+            f"TRL's {class_name(trainer)} leaves it out; where ranks share tokens it would be there. Train LoRA, or AdaLoRA "
             "with transformers' Trainer, or without sequence parallelism."
         )
 

@@ -169,7 +169,7 @@ class UnequalJob:
                 engine.backward(loss)
                 engine.step()
                 # One that fills a step up is a copy of the batch before, and counts nothing.
-                is_filler = not handle.registry.find(model).model.latest_batch.counts.sample_mean
+                is_filler = not handle.registry.find(model).model.batches.latest.counts.sample_mean
                 own = 0.0 if is_filler else _weight(self, batch)
                 if own:  # a mean over nothing is NaN
                     total, weight = total + own * float(loss.detach()), weight + own

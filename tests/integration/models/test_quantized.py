@@ -93,7 +93,7 @@ def _look(rank: int, weights: str) -> tuple[int, bool]:
     """How many layers of 4 bits there are, and whether all weights are as before."""
     from bitsandbytes.nn import Linear4bit
 
-    from ds_hetero.engine.whole_model import in_evaluation
+    from ds_hetero.engine.outside_runs import in_evaluation
 
     model = _model(weights, "nf4", "lora").train()
     layers = [module for module in model.modules() if isinstance(module, Linear4bit)]

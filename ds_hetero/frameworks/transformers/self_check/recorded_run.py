@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_hetero.engine.whole_model import packs_in_evaluation
+from ds_hetero.engine.outside_runs import packs_in_evaluation
 from ds_hetero.frameworks.transformers.model.model_checks import containers_of_experts
 from ds_hetero.frameworks.transformers.self_check.parameter_gradients import Leaves, project
 from ds_hetero.runtime.data.shards import Batch, Entries

@@ -1,0 +1,51 @@
+"""Runs of a model outside of its engine's forward: in evaluation, and with the parameters that ZeRO-3 shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Run a model inside without gradients and without dropout, and put back the modes of its parts."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    for module in training:
+        module.training = packs_in_evaluation(module)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def packs_in_evaluation(module: nn.Module) -> bool:
+    """Whether a layer in evaluation puts its weights into a form for inference that does not train any more.
+
+    bitsandbytes' layers of 4 bits do so on CPUs with AVX-512.
+    """
+    return hasattr(module, "support_avx512bf16_for_cpu")
+
+
+@contextlib.contextmanager
+def gathering_in_forward(model: nn.Module) -> Iterator[None]:
+    """Let modules on ZeRO-3 get the parameters of other modules that they use, inside.
+
+    DeepSpeed's ``ZeROOrderedDict`` gathers such a parameter where it is read, but only after
+    ``DeepSpeedEngine._forward_prologue`` has said that a forward runs, which a run past the engine leaves out.
+    """
+    name = "_in_forward"
+    dictionaries = [module._parameters for module in model.modules()]
+    told = [parameters for parameters in dictionaries if getattr(parameters, name, True) is False]
+    for parameters in told:
+        setattr(parameters, name, True)
+    try:
+        yield
+    finally:
+        for parameters in told:
+            setattr(parameters, name, False)
