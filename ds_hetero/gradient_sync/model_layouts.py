@@ -44,16 +44,14 @@ def tensor_parallel_layouts(
         SyncError: on every rank, for a mesh of several dimensions, a partial sum as a parameter, a parameter that is
             missing in a replica, or shapes that differ between replicas.
     """
-    by_rank = _held_by_rank(parameters, replica, group)
-    replicas = sorted({members for members, _ in by_rank.values()})
-    misplaced = [rank for rank, (members, _) in by_rank.items() if rank not in members]
-    if misplaced or sorted(rank for members in replicas for rank in members) != sorted(by_rank):
+    held_by_rank = _held_by_rank(parameters, replica, group)
+    replicas = sorted({held.replica for held in held_by_rank.values()})
+    is_misplaced = any(rank not in held.replica for rank, held in held_by_rank.items())
+    ranks_of_replicas = sorted(rank for ranks in replicas for rank in ranks)
+    if is_misplaced or ranks_of_replicas != sorted(held_by_rank):
         raise SyncError(f"every rank belongs to one replica and names all its ranks, got replicas {replicas}.")
-    names = dict.fromkeys(name for _, parts in by_rank.values() for name in parts)
-    return {
-        name: _layout(name, replicas, {rank: parts[name] for rank, (_, parts) in by_rank.items() if name in parts})
-        for name in names
-    }
+    names = dict.fromkeys(name for held in held_by_rank.values() for name in held.parts)
+    return {name: _layout(name, replicas, _parts_by_rank(name, held_by_rank)) for name in names}
 
 
 def pipeline_layouts(
@@ -83,17 +81,33 @@ def pipeline_layouts(
     Raises:
         SyncError: on every rank, as `tensor_parallel_layouts`, or when a pipeline lacks a parameter that another has.
     """
-    by_rank = {rank: held for rank, (_, held) in _held_by_rank(parameters, (), group, partial).items()}
-    stages = [(i, stage) for i, pipeline in enumerate(plan.pipelines) for stage in pipeline.stages]
+    held_by_rank = _held_by_rank(parameters, (), group, partial)
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    names: dict[str, None] = {}  # in the order of stages
+    for stage in stages:
+        for rank in stage.ranks:
+            names.update(dict.fromkeys(held_by_rank[rank].parts))
     layouts = {}
-    for name in dict.fromkeys(name for _, stage in stages for rank in stage.ranks for name in by_rank[rank]):
-        parts = {rank: held[name] for rank, held in by_rank.items() if name in held}
-        holding = [(i, stage) for i, stage in stages if any(rank in parts for rank in stage.ranks)]
-        if {i for i, _ in holding} != set(range(len(plan.pipelines))):
-            raise SyncError(f"{name} takes a gradient in pipelines {sorted({i for i, _ in holding})} only.")
-        summed = [(s.ranks, s.inner == "sequence" or parts[s.ranks[0]].is_partial) for _, s in holding]
-        layouts[name] = _layout_of_cuts(name, summed, parts)
+    for name in names:
+        parts = _parts_by_rank(name, held_by_rank)
+        _expect_in_all_pipelines(name, plan, parts)
+        summands = []  # ranks of a stage that holds it, and whether their copies have parts of a sum
+        for stage in stages:
+            if any(rank in parts for rank in stage.ranks):
+                has_partial_copies = stage.inner == "sequence" or parts[stage.ranks[0]].is_partial
+                summands.append((stage.ranks, has_partial_copies))
+        layouts[name] = _layout_of_cuts(name, summands, parts)
     return layouts
+
+
+def _expect_in_all_pipelines(name: str, plan: Plan, parts: Mapping[int, _HeldPart]) -> None:
+    """Refuse a parameter that a pipeline lacks. Raises `SyncError`."""
+    holding = []
+    for number, pipeline in enumerate(plan.pipelines):
+        if any(rank in parts for stage in pipeline.stages for rank in stage.ranks):
+            holding.append(number)
+    if len(holding) != len(plan.pipelines):
+        raise SyncError(f"{name} takes a gradient in pipelines {holding} only.")
 
 
 def _held_by_rank(
@@ -101,14 +115,20 @@ def _held_by_rank(
     replica: Sequence[int],
     group: ProcessGroup | None,
     partial: Collection[str] = (),
-) -> dict[int, tuple[tuple[int, ...], dict[str, _HeldPart]]]:
-    """By rank of ``group``: its replica, and what it holds of the parameters with a gradient."""
+) -> dict[int, _Held]:
+    """Return what every rank of ``group`` holds, by global rank.
+
+    Caller: every rank of ``group``.
+    Collectives: one `on_all_ranks`.
+    """
     group = default_group() if group is None else group
 
-    def describe() -> tuple[tuple[int, ...], dict[str, _HeldPart]]:
-        trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        held = {name: _held_part(name, p)._replace(is_partial=name in partial) for name, p in trained.items()}
-        return tuple(sorted(replica)), held
+    def describe() -> _Held:
+        parts = {}
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                parts[name] = _held_part(name, parameter)._replace(is_partial=name in partial)
+        return _Held(tuple(sorted(replica)), parts)
 
     return dict(zip(dist.get_process_group_ranks(group), on_all_ranks(describe, group), strict=True))
 
@@ -119,11 +139,24 @@ class _HeldPart(NamedTuple):
     shape: tuple[int, ...]  # of the whole parameter
     dim: int | None = None  # the dimension that is cut; None where the rank holds all of it
     place: int = 0  # of the rank's shard among the shards
-    size: int = 0  # of the rank's shard, in units of ``dim``
+    size: int = 0  # of the rank's shard along ``dim``
     is_partial: bool = False  # gradients of copies are parts of a sum
 
 
+class _Held(NamedTuple):
+    """Parameters with a gradient on one rank."""
+
+    replica: tuple[int, ...]  # ranks of its replica, ascending; empty in a job of pipelines
+    parts: dict[str, _HeldPart]  # by name
+
+
+def _parts_by_rank(name: str, held_by_rank: Mapping[int, _Held]) -> dict[int, _HeldPart]:
+    """Return the parts of one parameter by rank; ranks that hold nothing of it are left out."""
+    return {rank: held.parts[name] for rank, held in held_by_rank.items() if name in held.parts}
+
+
 def _held_part(name: str, parameter: nn.Parameter) -> _HeldPart:
+    """Describe this rank's part of a parameter. Raises `SyncError`: it is on a mesh of several dimensions."""
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return _HeldPart(shape)
@@ -139,7 +172,7 @@ def _held_part(name: str, parameter: nn.Parameter) -> _HeldPart:
 
 
 def _layout(name: str, replicas: Sequence[tuple[int, ...]], parts: Mapping[int, _HeldPart]) -> ParameterLayout:
-    """Make one parameter's layout of what ranks hold. Raises `SyncError`: they disagree on its shape or cut.
+    """Make the layout of one parameter. Raises `SyncError`: ranks disagree on its shape or cut, or a replica lacks it.
 
     Args:
         parts: by rank; ranks that hold nothing are left out.
@@ -153,7 +186,16 @@ def _layout(name: str, replicas: Sequence[tuple[int, ...]], parts: Mapping[int, 
 def _layout_of_cuts(
     name: str, members_of_cuts: Sequence[tuple[Sequence[int], bool]], parts: Mapping[int, _HeldPart]
 ) -> ParameterLayout:
-    """Make a layout with a cut for each set of ranks, and whether gradients of copies in it are parts of a sum."""
+    """Make a layout with one cut for each set of ranks.
+
+    Args:
+        members_of_cuts: ranks that hold the parameter once together, and whether the gradients of copies among them are
+            parts of a sum.
+        parts: by rank; ranks that hold nothing are left out.
+
+    Raises:
+        SyncError: the ranks disagree on the shape or the cut.
+    """
     shapes = {part.shape for part in parts.values()}
     if len(shapes) > 1:
         raise SyncError(f"{name} has different shapes on different ranks: {sorted(shapes)}.")

@@ -55,17 +55,19 @@ from ds_hetero.values.section import SECTION, expect_section_name
 
 
 def install(registry: Registry) -> None:
-    """Replace registration, loader adapter, `deepspeed.initialize` and how ZeRO-3 gathers; time collectives."""
+    """Replace stock Ulysses, `deepspeed.initialize` and how ZeRO-3 gathers; time collectives."""
     replace = registry.patches.replace
-    ulysses, refusing = StockUlysses(registry), around(refuse_shards, registry)
+    ulysses = StockUlysses(registry)
+    replace(deepspeed, "initialize", around(_initialize, registry, ulysses))
+    replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", around(ulysses.adapt))
+    # A class method and a static method: what is replaced is the function inside of each.
     registering = around(ulysses.register)
     replace(
         ulysses_sp.UlyssesSPAttentionHF,
         "register_with_transformers",
         lambda stock: classmethod(registering(stock.__func__)),
     )
-    replace(ulysses_sp.UlyssesSPDataLoaderAdapter, "__init__", around(ulysses.adapt))
-    replace(deepspeed, "initialize", around(_initialize, registry, ulysses))
+    refusing = around(refuse_shards, registry)
     replace(ulysses_sp.TiledFusedLogitsLoss, "forward", lambda stock: staticmethod(refusing(stock.__func__)))
     optimizers.install(registry.patches)
     for name in COLLECTIVES:
@@ -75,7 +77,10 @@ def install(registry: Registry) -> None:
 
 
 def _initialize(registry: Registry, ulysses: StockUlysses, stock: Function, *args: object, **kwargs: object) -> object:
-    """With a section the model is converted and the engine built without sequence parallelism."""
+    """Replace `deepspeed.initialize`: with a section, convert the model and build the engine on it; else call stock.
+
+    Caller: every rank of the world.
+    """
     given = dict(inspect.signature(stock).bind(*args, **kwargs).arguments)
     ds_config = agreed_configuration(given)
     pending = ulysses.take_pending()
@@ -89,7 +94,8 @@ def _initialize(registry: Registry, ulysses: StockUlysses, stock: Function, *arg
         return stock(*args, **kwargs)
     if pending is not None:
         pending.cancel()
-    if World.current().rank == 0 and (unknown := unknown_keys(ds_config)):
+    unknown = unknown_keys(ds_config)
+    if unknown and World.current().rank == 0:
         announce(
             f"no release of DeepSpeed that was tried reads {listed(unknown)} of ds_config.json: what it does to "
             "training on unequal ranks is not known"
@@ -108,30 +114,38 @@ def _initialize(registry: Registry, ulysses: StockUlysses, stock: Function, *arg
 
 
 class EngineInstaller(Installer):
-    """Of an engine whose model is split over the sequence, or runs whole on every rank."""
+    """Installs an engine whose model is split over the sequence, or runs whole on every rank."""
 
     def install(self) -> tuple[HookedEngine, tuple[Any, ...]]:
-        """Convert the model and build the engine."""
-        given, ds_config = self._given, self._ds_config
-        model = given["model"]
-        _expect_supported(model, ds_config)
-        mesh = given.get("mesh_param")
-        sizes = {
-            SIZE_OF_CONFIGURATION: read_training_facts(ds_config).sp_size,
-            "mesh_param of deepspeed.initialize": mesh[1] if mesh else None,
-            "the mpu given to deepspeed.initialize": _size_of_mpu(given.get("mpu")),
-            "sp_size of accelerate's ParallelismConfig": self._registry.adapters.processes.size_of_accelerate(),
-            f'"{SECTION}.batch", which splits no sequence,': 1 if says_batches(ds_config) else None,
-        }
-        prepared = self._registry.prepare(model, ds_config, sizes)
+        """Convert the model, then build the engine on it; see `Installer.install`."""
+        model = self._given["model"]
+        _expect_supported(model, self._ds_config)
+        sizes = self._sp_sizes_by_source()
+        prepared = self._registry.prepare(model, self._ds_config, sizes)
         note_identities(ZERO_3_IDENTITIES)
         built = self._build(prepared, sp_size_of(sizes))
         engine = built[0]
         clear_stale_gradients(engine)
         report_batches_of_replicas(engine, prepared.model.replica)
+        # Built without sequence parallelism, the engine has no such group; users of it ask for the replica's.
         engine.seq_parallel_group = prepared.model.replica.sp_group
         prepared.prediction_check.start()
         prepared.elastic = self._keep_in_memory(engine, prepared.start)
+        return self._hooked(prepared, engine), built
+
+    def _sp_sizes_by_source(self) -> dict[str, int | None]:
+        """Return the sequence-parallel size by each place that may say it; None where it does not."""
+        mesh = self._given.get("mesh_param")
+        return {
+            SIZE_OF_CONFIGURATION: read_training_facts(self._ds_config).sp_size,
+            "mesh_param of deepspeed.initialize": mesh[1] if mesh else None,
+            "the mpu given to deepspeed.initialize": _size_of_mpu(self._given.get("mpu")),
+            "sp_size of accelerate's ParallelismConfig": self._registry.adapters.processes.size_of_accelerate(),
+            f'"{SECTION}.batch", which splits no sequence,': 1 if says_batches(self._ds_config) else None,
+        }
+
+    def _hooked(self, prepared: PreparedModel, engine: Any) -> SplitEngine:
+        """Return the engine with what the hooks around its methods need."""
         hooked = SplitEngine(
             engine=engine,
             model=prepared.model,
@@ -146,13 +160,13 @@ class EngineInstaller(Installer):
             prepared.model.after_probe_run = stage3.forgetting_a_run(engine)
         if prepared.start.section.checks.enabled:
             hooked.checks = StepChecks(checks_of_model(hooked))
-        return hooked, built
+        return hooked
 
     def _batch_configuration(self) -> DsConfig:
-        """The configuration; of an engine that trains nothing, without a global batch.
+        """Return the configuration, without a global batch where the engine trains nothing.
 
-        A reference model is given that of the trained one, in which transformers counts ranks in "train_batch_size":
-        "auto", and accelerate corrects it for the engine that is trained alone.
+        A reference model gets the configuration of the trained model. There transformers has filled in
+        "train_batch_size": "auto" by counting ranks, and accelerate corrects that for the trained engine only.
         """
         trains = self._given.get("optimizer") is not None or "optimizer" in self._ds_config
         if trains or self._ds_config.get("train_micro_batch_size_per_gpu") is None:
@@ -170,6 +184,7 @@ class EngineInstaller(Installer):
         if prepared.start.facts.training.zero_stage == 3:
             stage3.gather_experts_at_once(self._registry.adapters.models.containers_of_experts(prepared.model.model))
         replica_state = mpu_of_replica(replica, sp_size)
+        # Why stock sees no sequence parallelism here: see the module.
         with (
             sequence_parallelism_hidden(replica_state, self._registry.patches),
             optimizers.optimizers_in_place(config, weights, nodes),
@@ -178,12 +193,17 @@ class EngineInstaller(Installer):
 
 
 def _size_of_mpu(mpu: Any) -> int | None:
+    """Return the sequence-parallel size that an mpu says; None where it says none."""
     if isinstance(mpu, SequenceMpu):
         return mpu.size_given
-    return mpu.get_sequence_parallel_world_size() if hasattr(mpu, "get_sequence_parallel_world_size") else None
+    if hasattr(mpu, "get_sequence_parallel_world_size"):
+        size: int = mpu.get_sequence_parallel_world_size()
+        return size
+    return None
 
 
 def _expect_supported(model: object, ds_config: DsConfig) -> None:
+    """Refuse DeepSpeed's own pipelines, and keys that this engine cannot honour. Raises `HeteroError`."""
     if isinstance(model, deepspeed.PipelineModule):
         raise ModelError("a PipelineModule cannot be split over the sequence; give deepspeed.initialize a plain model.")
     expect_supported_keys(ds_config)

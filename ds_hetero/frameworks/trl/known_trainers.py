@@ -80,8 +80,8 @@ def _expect_no_term_of_adapters(trainer: Any) -> None:
     if adalora:
         raise ConfigError(
             f"PEFT adapter {adalora[0]!r} is of AdaLoRA, which adds a term to the loss of a model. On one process "
-            f"TRL's {class_name(trainer)} leaves it out; where ranks share tokens it would be there. Train LoRA, or AdaLoRA "
-            "with transformers' Trainer, or without sequence parallelism."
+            f"TRL's {class_name(trainer)} leaves it out; where ranks share tokens it would be there. Train LoRA, or "
+            "AdaLoRA with transformers' Trainer, or without sequence parallelism."
         )
 
 

@@ -1,12 +1,18 @@
 """ZeRO-3 with parameters, gradients and optimizer state owned in proportion to weights.
 
-DeepSpeed's optimizer works on the local shards of parameters, whatever their sizes, once it has them; the shards are
-exchanged as soon as its parent object has made them, with `Nodes` so that every node has all. The overrides compute the
-place of a shard where DeepSpeed does it by size and rank, or counts on all shards having one size: averaging gradients,
-gathering and setting states, sub-groups, checkpoints. Methods with names like ``_DeepSpeedZeroOptimizer_Stage3__x`` are
-its private ones.
+DeepSpeed's optimizer works on the local shards of parameters, of any size, once it has them. So the shards are made
+unequal (`recut`) right after DeepSpeed has cut the parameters evenly; with `Nodes` every node holds all parameters.
+Example: a parameter of 10 elements on ranks of weights 3, 1, 1 is cut into 6, 2, 2, where DeepSpeed cuts 4, 4, 2 and
+pads the last one.
 
-In a checkpoint the shards are again of one size, see `stage3_checkpoint`.
+The methods below replace those that compute the place of a shard from its size and rank, or count on shards of one
+size. Names like ``_DeepSpeedZeroOptimizer_Stage3__x`` are DeepSpeed's private methods.
+
+    at the start     initialize_ds_offload, _create_fp16_sub_groups
+    in a backward    _average_to_owners or _average_everywhere, then partition_grads; with nodes, _set_out
+    in a step        _cross_nodes, then _get_norm_groups and DeepSpeed's own step on the local shards
+    from outside     gradients and states of a parameter, read and set whole
+    in checkpoints   shards of one size again, see `stage3_checkpoint`
 
 Dimension key: n elements of a parameter, s elements of this rank's shard.
 """
@@ -39,16 +45,15 @@ from ds_hetero.sharding.zero_partition import cut_as_deepspeed, is_even
 
 
 def forgetting_a_run(engine: Any) -> Callable[[], None]:
-    """Return what lets ZeRO-3 forget a forward, and a backward of some parameters, that the engine did not call.
+    """Return a function that lets ZeRO-3 forget a forward and a backward that ran past its engine.
 
-    Other stages keep nothing of it. Two things that it does count on runs being steps
-    of training:
+    ZeRO-3 takes every run for a step of training, in two places; other stages keep nothing of a run:
 
-    * Its engine releases what modules without an input that takes gradients left gathered
-      (`DeepSpeedZeroOptimizer_Stage3.backward_epilogue`; releases before 0.19 leave it).
-    * It takes the order of modules for that of every following step, and keeps by module and place in that order what
-      is released there (`__params_to_release`, a cache that is not emptied when the order turns out to be another).
-      After another run, parameters stay gathered behind a module that the other run called again later.
+    * After a backward its engine releases parameters that are still gathered, of modules whose inputs take no
+      gradients (`DeepSpeedZeroOptimizer_Stage3.backward_epilogue`; releases before 0.19 do not).
+    * It expects the modules in the order of the run before, and caches which parameters are released at each place
+      (``__params_to_release``). The cache stays when the order changes: after another run, parameters stay gathered
+      behind a module that the other run called again later.
     """
     offload = getattr(engine.optimizer, "parameter_offload", None)
     if offload is None:
@@ -65,10 +70,10 @@ def forgetting_a_run(engine: Any) -> Callable[[], None]:
 
 
 def gather_experts_at_once(containers: Iterable[nn.Module]) -> None:
-    """Let ZeRO-3 gather the experts of a layer as one, whichever of them the tokens of a rank choose.
+    """Let ZeRO-3 gather all experts of a layer at once, whichever of them the tokens of a rank choose.
 
-    Otherwise it counts every call inside, plans later gathers by that count, and ranks whose tokens choose other
-    experts wait for each other in different collectives. DeepSpeed does so itself for three classes of transformers.
+    Otherwise ZeRO-3 plans later gathers by the experts that were called, and ranks whose tokens choose different
+    experts wait for each other in different collectives. DeepSpeed itself does so for three classes of transformers.
     """
     for container in containers:
         set_z3_leaf_module(container, True)
@@ -77,10 +82,10 @@ def gather_experts_at_once(containers: Iterable[nn.Module]) -> None:
 def make_stage3_optimizer(
     module: Any, *args: object, weights: Sequence[float], nodes: Nodes | None = None, **kwargs: object
 ) -> Any:
-    """DeepSpeed's optimizer of stage 3 for equal weights, ours for others and for models that had others before.
+    """Return DeepSpeed's optimizer of stage 3 for equal weights; ours for others, and for a model that is cut already.
 
-    May stand in the place of DeepSpeed's class while an engine is built, since the one module that then would derive
-    a class from it has been imported before.
+    While an engine is built, this function may stand in the place of DeepSpeed's class: the one module that derives
+    another class from it has been imported before.
     """
     if nodes is None and is_even(weights) and not any(map(is_weighted, module.parameters())):
         return DeepSpeedZeroOptimizer_Stage3(module, *args, **kwargs)
@@ -92,7 +97,7 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
 
     Args:
         weights: positive, one per rank, as `check_weights` wants them.
-        nodes: each of which owns all parameters; None where the job owns them once.
+        nodes: each of them owns all parameters; None where all ranks of the job own them together.
     """
 
     def __init__(
@@ -110,14 +115,14 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         super().__init__(module, init_optimizer, *args, **kwargs)
 
     def initialize_ds_offload(self, **kwargs: object) -> Any:
-        """DeepSpeed makes the parameters ZeRO-3's here, or finds them made; then their shards are exchanged."""
+        """Cut the parameters evenly as DeepSpeed does, unless ``zero.Init`` has; then exchange shards by weights."""
         offload = super().initialize_ds_offload(**kwargs)
         one_by_one = get_zero_config(kwargs["ds_config"]).allgather_sequential
         recut(offload.module.parameters(), self.weights, self.nodes, one_by_one=one_by_one)
         return offload
 
     def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[Any]]:
-        """The sub-groups of shards of one size: as many on every rank, and those of a checkpoint."""
+        """Group parameters as if shards had one size: every rank then has as many groups, the same as a checkpoint."""
         groups: list[list[Any]] = [[]]
         elements = 0
         for param in params_group:
@@ -132,14 +137,14 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return owning_group(param)
 
     def _average_to_owners(self, params: list[ZeroParameter], communication_data_type: torch.dtype) -> list[Tensor]:
-        """With ``reduce_scatter``: every rank is sent its shards alone."""
+        """Average with ``reduce_scatter``, where every rank receives its own shards only: [n] each -> [s] each."""
         grads = [param.grad.to(communication_data_type) for param in params]
         ranks = dist.get_world_size(group=params[0].ds_process_group)
         shards = reduce_to_owners(grads, [cut_of(param) for param in params], owning_group(params[0]), ranks)
         return [shard.to(self.gradient_accumulation_dtype) for shard in shards]
 
     def _average_everywhere(self, bucket: Tensor, communication_data_type: torch.dtype) -> list[Tensor]:
-        """Without ``reduce_scatter``: every rank is sent everything and keeps its shards."""
+        """Average without ``reduce_scatter``, where every rank receives all and keeps its shards: [s] each."""
         params = self.ipg_buckets[communication_data_type].params
         average = bucket.to(communication_data_type).div_(dist.get_world_size(group=params[0].ds_process_group))
         dist.all_reduce(average, group=owning_group(params[0]))
@@ -150,7 +155,7 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
     _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads = _average_everywhere
 
     def partition_grads(self, params: list[ZeroParameter], shards: list[Tensor]) -> object:
-        """Accumulate gradients of a micro-batch, which stay in the node; those of the last one set out for others."""
+        """Accumulate the gradients of a micro-batch in the node; after the last one, send them to the other nodes."""
         self._take_back(params)
         buffers = super().partition_grads(params, shards)
         if self._is_at_boundary:
@@ -164,7 +169,10 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return bool(at_boundary() if callable(at_boundary) else at_boundary)
 
     def _take_back(self, params: Iterable[ZeroParameter]) -> None:
-        """Let gradients that have crossed take more of this node: the first node keeps the sums, others begin anew."""
+        """Let gradients that are sums over the nodes take another gradient of this node.
+
+        The first node keeps the sums, the others begin at zero, so that the next crossing counts every gradient once.
+        """
         again = [param for param in params if param.ds_id in self._crossed]
         if self.nodes is None or self._crossing is None or not again:
             return
@@ -175,9 +183,12 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
                 self._gradient_of(param).zero_()
 
     def _set_out(self, params: Sequence[ZeroParameter]) -> None:
-        if self._crossing is not None and params:
-            self._crossing.start([self._gradient_of(param) for param in params], [param.ds_numel for param in params])
-            self._crossed.update(param.ds_id for param in params)
+        """Begin to add these gradients up over the nodes."""
+        if self._crossing is None or not params:
+            return
+        shards = [self._gradient_of(param) for param in params]
+        self._crossing.start(shards, [param.ds_numel for param in params])
+        self._crossed.update(param.ds_id for param in params)
 
     def _gradient_of(self, param: ZeroParameter) -> Tensor:
         """This rank's shard of the accumulated gradient of a parameter."""
@@ -185,10 +196,11 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return gradient
 
     def _cross_nodes(self) -> None:
-        """Add the gradients of all parameters up over nodes, before anybody looks at them."""
+        """Add the gradients of all parameters up over nodes, before the norm, the step or a caller reads them."""
         if self._crossing is None:
             return
         params = [param for group in self.fp16_groups for param in group if param.requires_grad]
+        # On the stream that wrote the gradients: a collective waits for the stream that it is called on.
         with get_accelerator().stream(self.reduce_and_partition_stream):
             self._set_out([param for param in params if param.ds_id not in self._crossed])
             self._crossing.finish()
@@ -200,15 +212,17 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return super()._get_fp32_grad_state_partition(*args, **kwargs)
 
     def step(self, *args: object, **kwargs: object) -> None:
-        """Train as DeepSpeed does, which does not clear gradients: a parameter without one would cross again."""
+        """Take DeepSpeed's step on gradients that are added up over the nodes."""
         self._cross_nodes()
         super().step(*args, **kwargs)
         if self.nodes is not None:
+            # DeepSpeed overwrites gradients in the next backward; of a parameter that gets none there, the sum of this
+            # step would cross again.
             self.grad_partitions_flat_buffer.zero_()
             self._crossed.clear()
 
     def _get_norm_groups(self) -> list[Tensor]:
-        """The norms of sub-groups; nodes add their parts up in other orders, and all take those of the first."""
+        """Return the norms of sub-groups, the first node's on all: each node adds its parts up in another order."""
         norms: list[Tensor] = super()._get_norm_groups()
         if self.nodes is None:
             return norms
@@ -222,41 +236,56 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return flat[: param.ds_numel].view(param.ds_shape)
 
     def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
-        """Set a master weight or, by key, an optimizer state of a parameter: [n]."""
+        """Set a master weight of a parameter, or an optimizer state by its key, from the whole tensor: [n]."""
         self.set_local_hp_param(shard_of(param, value), param, optim_state_key)
 
     def set_fp32_grad_for_param(self, value: Tensor, param: ZeroParameter) -> None:
-        """Set the gradient of a parameter: [n]."""
+        """Set the gradient of a parameter from the whole tensor: [n]."""
         self.set_local_grad_for_param(shard_of(param, value), param)
 
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[[Tensor, Any], Tensor], param_list: Sequence[ZeroParameter]
     ) -> None:
-        """Replace every gradient by ``update_func(gradient, parameter)``, which sees it whole."""
+        """Replace every gradient by ``update_func(gradient, parameter)``, which is given whole gradients: [n]."""
         for param in param_list:
             if param.requires_grad:
-                self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
+                gradient = update_func(self.get_fp32_grad_for_param(param), param)
+                self.set_fp32_grad_for_param(gradient, param)
 
     def _rigid_state_dict(self) -> State:
-        """State that this rank saves: shards of one size. All ranks call it together."""
+        """Return the state that this rank saves, in shards of one size.
+
+        Caller: every rank of the job.
+        Collectives: see `equal_shards`, once for each tensor.
+        """
         state_dict: State = super()._rigid_state_dict()
-        flat_groups = state_dict[FP32_FLAT_GROUPS]
-        state_dict[FP32_FLAT_GROUPS] = [
-            equal_shards(flat.detach(), group) for flat, group in zip(flat_groups, self.fp16_groups, strict=True)
-        ]
-        of_optimizer = state_dict[OPTIMIZER_STATE_DICT]
-        order = [index for group in of_optimizer["param_groups"] for index in group["params"]]
-        state = {}
-        for index, group in zip(order, self.fp16_groups, strict=True):
-            state[index] = {
-                name: equal_shards(value, group, name) if torch.is_tensor(value) and value.dim() else value
-                for name, value in of_optimizer["state"].get(index, {}).items()
-            }
-        state_dict[OPTIMIZER_STATE_DICT] = {**of_optimizer, "state": {i: s for i, s in state.items() if s}}
+        shards = []
+        for flat, group in zip(state_dict[FP32_FLAT_GROUPS], self.fp16_groups, strict=True):
+            shards.append(equal_shards(flat.detach(), group))
+        state_dict[FP32_FLAT_GROUPS] = shards
+
+        optimizer_dict = state_dict[OPTIMIZER_STATE_DICT]
+        # torch numbers the flat tensors, of which each holds one sub-group, through all parameter groups.
+        numbers = [number for group in optimizer_dict["param_groups"] for number in group["params"]]
+        state_by_number = {}
+        for number, group in zip(numbers, self.fp16_groups, strict=True):
+            state = dict(optimizer_dict["state"].get(number, {}))
+            for name, value in state.items():
+                if torch.is_tensor(value) and value.dim():  # a count of steps has no dimension, and no shards
+                    state[name] = equal_shards(value, group, name)
+            if state:
+                state_by_number[number] = state
+        state_dict[OPTIMIZER_STATE_DICT] = {**optimizer_dict, "state": state_by_number}
         return state_dict
 
     def load_hp_checkpoint_state(self, folder: str, key: str, param: Any = None) -> Tensor:
-        """This rank's shard of one state of a parameter in a universal checkpoint, whose folder has its name."""
+        """Read this rank's shard of one state of a parameter from a universal checkpoint.
+
+        Args:
+            folder: of the parameter; it has the parameter's name.
+            key: name of the state.
+            param: the parameter; DeepSpeed 0.18 does not give it.
+        """
         if param is None:  # DeepSpeed 0.18
             param = next(param for param, name in self.param_names.items() if name == os.path.basename(folder))
         saved = torch.load(os.path.join(folder, f"{key}.pt"), weights_only=False)
@@ -264,7 +293,11 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         return shard_of(param, state)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
-        """As DeepSpeed, which has all sub-groups count steps in one tensor, and all groups take the first's options."""
+        """Load a universal checkpoint, and mend two things that DeepSpeed's own method does.
+
+        It lets all sub-groups count steps in one tensor, so that each of them adds to the count of all; and it gives
+        all parameter groups the options of the first.
+        """
         super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
         for flat in self.fp32_partitioned_groups_flat:
             state = self.optimizer.state[flat]

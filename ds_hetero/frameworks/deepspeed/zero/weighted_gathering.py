@@ -26,23 +26,30 @@ from ds_hetero.values.splits import Split
 
 
 class Gathering:
-    """Several tensors of one type under way, of which every rank holds a shard; the shards of a rank lie side by side.
+    """A gathering, under way, of several tensors of one type of which every rank holds a shard.
 
         shards   [s] each
         result   of ``wait()``: [n] each, still with the padding that its cut has
 
+    Example: tensors a and b, of which rank 0 holds a0 and b0, rank 1 holds a1 and b1. Each rank sends its shards in one
+    message, and the buffer is a0 b0 a1 b1; `wait` puts a0 a1 and b0 b1 together.
+
     Collectives: one all_gather_into_tensor where all ranks hold as much. Where they do not, one all_gather of a list
-        on NCCL, which runs it as a batch of broadcasts, and one broadcast per rank on gloo, all under way at once. A
-        rank sends its shards of all tensors in one message either way. None on one rank.
+        on NCCL, which runs it as a batch of broadcasts, and one broadcast per rank on gloo, all under way at once.
+        None on one rank.
     """
 
     def __init__(self, shards: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup) -> None:
         self._cuts = cuts
-        rank, device = dist.get_rank(group=group), get_accelerator().current_device_name()
-        self._alone = [shard.detach().to(device, copy=True) for shard in shards if len(cuts[0].sizes) == 1]
-        if self._alone:
+        rank = dist.get_rank(group=group)
+        num_ranks = len(cuts[0].sizes)
+        device = get_accelerator().current_device_name()
+        self._alone: list[Tensor] = []  # the result where one rank holds everything
+        if num_ranks == 1:
+            # Copies: a gathered parameter is released by freeing it, and the shard has to stay.
+            self._alone = [shard.detach().to(device, copy=True) for shard in shards]
             return
-        sizes = [sum(parts) for parts in zip(*(cut.sizes for cut in cuts), strict=True)]
+        sizes = [sum(cut.sizes[owner] for cut in cuts) for owner in range(num_ranks)]
         self._flat = torch.empty(sum(sizes), dtype=shards[0].dtype, device=device)
         self._by_rank = torch.split(self._flat, sizes)
         torch.cat([shard.detach().to(device) for shard in shards], out=self._by_rank[rank])
@@ -51,27 +58,27 @@ class Gathering:
         elif gathers_unequal_parts(group):
             works = [dist.all_gather(list(self._by_rank), self._by_rank[rank], group=group, async_op=True)]
         else:
-            works = [
-                dist.broadcast(part, dist.get_global_rank(group, owner), group=group, async_op=True)
-                for owner, part in enumerate(self._by_rank)
-            ]
+            works = []
+            for owner, part in enumerate(self._by_rank):
+                source = dist.get_global_rank(group, owner)
+                works.append(dist.broadcast(part, source, group=group, async_op=True))
         self._works = works
 
     def wait(self) -> list[Tensor]:
-        """The tensors, whole and flat. One alone is not copied."""
+        """Wait, and return the tensors, whole and flat; a single tensor is the buffer itself."""
         if self._alone:
             return self._alone
         for work in self._works:
             work.wait()
         if not get_accelerator().is_synchronized_device():
+            # Made on another stream than it is read on: the allocator must not reuse it before this stream is done.
             self._flat.record_stream(get_accelerator().current_stream())
         if len(self._cuts) == 1:
             return [self._flat]
-        shards = zip(
-            *(torch.split(part, [cut.sizes[rank] for cut in self._cuts]) for rank, part in enumerate(self._by_rank)),
-            strict=True,
-        )
-        return [torch.cat(parts) for parts in shards]
+        shards_of_ranks = []
+        for rank, part in enumerate(self._by_rank):
+            shards_of_ranks.append(torch.split(part, [cut.sizes[rank] for cut in self._cuts]))
+        return [torch.cat(shards) for shards in zip(*shards_of_ranks, strict=True)]
 
 
 class _ParameterGathering:
@@ -81,7 +88,7 @@ class _ParameterGathering:
         self._batches = batches
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Give every parameter its data; the first call waits, others find it done."""
+        """Give every parameter its gathered data; the first call waits for all, later ones do nothing."""
         for params, batch_gathering in self._batches:
             for param, flat in zip(params, batch_gathering.wait(), strict=True):
                 param.data = flat[: param.ds_numel].view(param.ds_shape).to(param.ds_tensor.dtype)
@@ -94,8 +101,14 @@ def gather_weighted(
 ) -> _ParameterGathering:
     """Start gathering weighted parameters that are not available; see `Gathering`.
 
-    Takes the place of ``all_gather_coalesced`` of a parameter. Sorted, so that ranks may list them in any order.
+    Replaces ``all_gather_coalesced`` of a parameter.
+
+    Args:
+        safe_mode: compare the ranks' parameters first.
+        quantize: DeepSpeed's argument; weighted parameters are not gathered quantized.
+        one_by_one: gather each parameter by itself.
     """
+    # Sorted: ranks may list their parameters in any order, and have to gather them in the same one.
     params = sorted(params, key=lambda param: param.ds_id)
     for param in params:
         if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
@@ -103,27 +116,24 @@ def gather_weighted(
         param.ds_status = ZeroParamStatus.INFLIGHT
     if safe_mode:
         assert_ints_same_as_other_ranks([param.ds_id for param in params])
-    by_type: dict[Any, list[Any]] = {}
+    by_message: dict[tuple[int, torch.dtype], list[Any]] = {}  # parameters of one group of ranks and one type
     for param in params:
         dtype = get_allgather_dtype(param, param.ds_tensor)
-        by_type.setdefault((param.ds_id if one_by_one else id(owning_group(param)), dtype), []).append(param)
-    return _ParameterGathering(
-        [
-            (
-                batch,
-                Gathering(
-                    [param.ds_tensor.to(dtype) for param in batch],
-                    [cut_of(param) for param in batch],
-                    owning_group(batch[0]),
-                ),
-            )
-            for (_, dtype), batch in by_type.items()
-        ]
-    )
+        together = param.ds_id if one_by_one else id(owning_group(param))
+        by_message.setdefault((together, dtype), []).append(param)
+    batches = []
+    for (_, dtype), batch in by_message.items():
+        shards = [param.ds_tensor.to(dtype) for param in batch]
+        cuts = [cut_of(param) for param in batch]
+        batches.append((batch, Gathering(shards, cuts, owning_group(batch[0]))))
+    return _ParameterGathering(batches)
 
 
 def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: ProcessGroup, divisor: int) -> list[Tensor]:
-    """Add up whole gradients over the ranks and divide them, each rank receiving its shards: [n] each -> [s] each.
+    """Add up whole gradients over the ranks and divide the sums; return this rank's shards of them.
+
+        grads    [n] each
+        result   [s] each
 
     Collectives: one reduce_scatter_tensor where all ranks own as much; else one reduce_scatter of a list, which NCCL
         and gloo run as one reduce per rank, all at once. A rank receives its shards of all gradients in one message.
@@ -132,11 +142,14 @@ def reduce_to_owners(grads: Sequence[Tensor], cuts: Sequence[Split], group: Proc
     rank, num_ranks = dist.get_rank(group=group), dist.get_world_size(group=group)
     if num_ranks == 1:
         return [grad.reshape(-1).div(divisor) for grad in grads]
-    pieces = [
-        torch.split(_padded(grad.reshape(-1), cut.total), list(cut.sizes))
-        for grad, cut in zip(grads, cuts, strict=True)
-    ]
-    flat = torch.cat([parts[owner] for owner in range(num_ranks) for parts in pieces]).div_(divisor)
+    shards_of_gradients = []
+    for grad, cut in zip(grads, cuts, strict=True):
+        padded = _padded(grad.reshape(-1), cut.total)
+        shards_of_gradients.append(torch.split(padded, list(cut.sizes)))
+    # By owner, then by gradient: the message to each rank is one run of the buffer.
+    in_order = [shards[owner] for owner in range(num_ranks) for shards in shards_of_gradients]
+    # Divided before the sum, which in 16 bits could overflow.
+    flat = torch.cat(in_order).div_(divisor)
     sizes = [sum(cut.sizes[owner] for cut in cuts) for owner in range(num_ranks)]
     by_rank = list(torch.split(flat, sizes))
     received = torch.empty_like(by_rank[rank])

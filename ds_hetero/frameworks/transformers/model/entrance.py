@@ -3,6 +3,13 @@
 PEFT and others call ``model.forward`` itself, past the hooks of the module, so an attribute of the model takes its
 place, as TRL does. A model whose head pools over the sequence computes its head from whole results of its decoder:
 there a sharded call is entered and left where the decoder is.
+
+A forward takes one of four ways. `ShardedModel` calls `run_decoder` and `leave_decoder` from hooks of the decoder:
+
+    of a shard              _begin, run_decoder, leave_decoder, _end: the loss is added to the model's outputs
+    a sharded call          _begin, _run_call: a ShardedCall cuts the batch and puts the results of all ranks together
+    one at the decoder      enter_decoder cuts the batch, leave_decoder puts results together; the head sees whole ones
+    anything else           _begin, _end, neither of which finds anything to do
 """
 
 from __future__ import annotations
@@ -36,7 +43,7 @@ class Entrance:
     """Stands in the place of a model's ``forward``; `close` puts that back.
 
     Args:
-        model: whose ``pretrained`` is the outermost transformers model.
+        model: the split model; its ``pretrained`` is the outermost transformers model.
         at_decoder: sharded calls are entered and left where the decoder is.
     """
 
@@ -47,9 +54,10 @@ class Entrance:
         self._pretrained = model.pretrained
         self._former = vars(self._pretrained).get("forward")  # that of TRL, for one
         self._names = list(inspect.signature(type(self._pretrained).forward).parameters)[1:]
-        self._latest: ShardedForward | None = None
-        self._made: Any = None  # by the decoder, where the loss is tiled
-        self._call: ShardedCall | None = None
+        self._call: ShardedCall | None = None  # the sharded call that is running
+        # Of the forward that is running, until its end takes them:
+        self._latest: ShardedForward | None = None  # what the decoder runs
+        self._made: Any = None  # what the decoder returned, where the loss is tiled
         self._pretrained.forward = MethodType(self._standing_in(), self._pretrained)
 
     def close(self) -> None:
@@ -64,7 +72,11 @@ class Entrance:
         return self._call is not None
 
     def enter_decoder(self, arguments: Entries) -> Entries:
-        """Arguments for the decoder, of the caller's ``arguments``. Raises `BatchError`: see `ShardedCall`."""
+        """Return the arguments for the decoder: a shard of the caller's where a sharded call is entered here.
+
+        Raises:
+            BatchError: see `ShardedCall`.
+        """
         if not self._at_decoder:
             return arguments
         self._call = None
@@ -72,30 +84,38 @@ class Entrance:
         if wanted is None:
             return arguments
         self._call = ShardedCall(self._model, arguments, _OWN_OUTPUTS)
-        return {**self._call.inputs, **({"use_cache": False} if "use_cache" in arguments else {})}
+        inputs = dict(self._call.inputs)
+        if "use_cache" in arguments:
+            inputs["use_cache"] = False  # keys and values of a shard are no cache of the sequence
+        return inputs
 
     def run_decoder(self, forward: ShardedForward) -> None:
-        """The decoder runs ``forward`` in the call of the model that is running."""
+        """Note that the decoder now runs ``forward``, within the model's forward that is running."""
         self._latest = forward
         if self.tiles is not None:
             self.tiles.begin(forward.batch.placement.rank_tokens)
 
     def leave_decoder(self, outputs: Any) -> Any:
-        """Results for the caller of the decoder; None for ``outputs`` themselves, or where it has failed."""
+        """Return what the caller of the decoder gets in the place of ``outputs``; None for ``outputs`` themselves.
+
+        Args:
+            outputs: of the decoder; None where it has failed.
+        """
         if self.tiles is not None and self._latest is not None:
             self._made = outputs
             self.tiles.end()
-        if self._call is None or outputs is None:
-            self._call = None if self._at_decoder else self._call
-            return None
-        if not self._at_decoder:
-            self._call.note_hidden_state(outputs[0])
-            return None
-        call, self._call = self._call, None
-        return call.put_together(outputs)
+        call = self._call
+        if self._at_decoder:
+            self._call = None
+            return None if call is None or outputs is None else call.put_together(outputs)
+        if call is not None and outputs is not None:
+            call.note_hidden_state(outputs[0])
+        return None
 
     def _standing_in(self) -> Any:
+        """Return the function that is called as the model's ``forward``."""
         former = self._former
+        # A method is called with the model that it is called of: a copy of the model has a copy of this attribute.
         plain = type(self._pretrained).forward if former is None else getattr(former, "__func__", None)
 
         def run(pretrained: Any, *args: object, **kwargs: object) -> Any:
@@ -106,60 +126,84 @@ class Entrance:
         @functools.wraps(type(self._pretrained).forward)
         def forward(pretrained: Any, *args: object, **kwargs: object) -> Any:
             wanted = self._begin(args, kwargs)
+            # Outputs are read by name here; a caller that asked for a tuple gets one in the end.
             is_tuple = kwargs.get("return_dict") is False
             if is_tuple:
                 kwargs["return_dict"] = True
+            own = functools.partial(run, pretrained)
             if wanted is not None:
-                output = self._run_call(functools.partial(run, pretrained), args, kwargs, wanted)
+                output = self._run_call(own, args, kwargs, wanted)
             else:
-                tiles = self._tiles_of(kwargs)
-                checked = self._checked_call(kwargs, tiles)
-                if checked is not None:
-                    output = checked.take_loss(run(pretrained, *args, **checked.arguments))
-                else:
-                    output = run(pretrained, *args, **(kwargs if tiles is None else tiles.without_logits(kwargs)))
-                self._end(kwargs, output, functools.partial(run, pretrained) if tiles is not None else None)
-                if checked is not None:
-                    checked.compare(output)
+                output = self._run_shard(own, args, kwargs)
             return output.to_tuple() if is_tuple and isinstance(output, ModelOutput) else output
 
         return forward
 
+    def _run_shard(self, run: Function, args: tuple[object, ...], kwargs: Entries) -> Any:
+        """Run a forward that is no sharded call, and add the loss to its outputs where that is made here.
+
+        Args:
+            run: the model's own forward.
+        """
+        tiles = self._tiles_of(kwargs)
+        if tiles is not None:
+            if self._may_have_other_loss(kwargs) and self._model.class_loss is not None:
+                self._model.class_loss.note_unseen()  # tiles leave out the logits that a class makes its loss of
+            output = run(*args, **tiles.without_logits(kwargs))
+            self._end(kwargs, output, run)
+            return output
+        checked = self._checked_call(kwargs)
+        if checked is not None:
+            output = checked.take_loss(run(*args, **checked.arguments))
+            self._end(kwargs, output, None)
+            checked.compare(output)
+            return output
+        output = run(*args, **kwargs)
+        self._end(kwargs, output, None)
+        return output
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, args: tuple[object, ...], kwargs: Entries) -> Wanted | None:
-        """Results that the call returns, if it is a sharded call. Raises `BatchError`: see `expect_arguments`."""
+        """Return the results that a sharded call is to return; None for any other forward.
+
+        Raises:
+            BatchError: the arguments cannot be those of a shard, or of a sharded call; see `expect_arguments`.
+        """
         self._latest = None
-        if self._call is not None:
+        if self._call is not None:  # a part of the sharded call that is running
             return None
-        wanted = self._wanted_of({**dict(zip(self._names, args, strict=False)), **kwargs})
+        arguments = self._by_name(args, kwargs)
+        wanted = self._wanted_of(arguments)
         has_cache = kwargs.get("past_key_values") is not None and sharding_is_set() is not True
         if wanted is not None or (self._model.takes_shards and not has_cache):
-            arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
             expect_arguments(self._model, arguments, in_call=wanted is not None)
         return None if self._at_decoder else wanted
 
+    def _by_name(self, args: tuple[object, ...], kwargs: Entries) -> Entries:
+        """Return all arguments of a forward by their names."""
+        return {**dict(zip(self._names, args, strict=False)), **kwargs}
+
     def _tiles_of(self, kwargs: Batch) -> Tiles | None:
-        """Tiles that compute the loss of this call, where the loss is made here. Raises `ModelError`: it cannot be."""
+        """Return the tiles that compute the loss of this forward, if it is made here and tile by tile."""
         is_ours = kwargs.get("shift_labels") is not None and kwargs.get("labels") is None
         return self.tiles if is_ours and self._call is None and self._model.takes_shards else None
 
-    def _checked_call(self, kwargs: Batch, tiles: Tiles | None) -> ClassLossCall | None:
-        """The call with labels, where the loss is made here and the forward of the script's class may make another."""
+    def _checked_call(self, kwargs: Batch) -> ClassLossCall | None:
+        """Return the call with labels that shows whether the script's class makes another loss than is made here."""
+        return ClassLossCall(self._model, kwargs) if self._may_have_other_loss(kwargs) else None
+
+    def _may_have_other_loss(self, kwargs: Batch) -> bool:
+        """Whether the loss of a training forward is made here, and the script's class may compute another one."""
         model = self._model
-        check = model.class_loss
         is_ours = isinstance(kwargs.get("shift_labels"), Tensor) and kwargs.get("labels") is None
-        if check is None or not is_ours or self._call is not None or not model.takes_shards or model.own_loss:
-            return None
-        if not torch.is_grad_enabled():
-            return None
-        if tiles is not None:
-            check.note_unseen()
-            return None
-        return ClassLossCall(model, kwargs)
+        if model.class_loss is None or not is_ours or model.own_loss:
+            return False
+        return self._call is None and model.takes_shards and torch.is_grad_enabled()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_call(self, run: Function, args: tuple[object, ...], kwargs: Entries, wanted: Wanted) -> Any:
-        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        """Run a sharded call: this rank's shard of the whole batch, then what all ranks' results make together."""
+        arguments = self._by_name(args, kwargs)
         if wanted.on_request:
             with self._model.unrecorded(keeps_tiles=True):
                 return self._run_evaluation(run, arguments, wanted)
@@ -168,20 +212,21 @@ class Entrance:
         return call.put_together(outputs)
 
     def _run_evaluation(self, run: Function, arguments: Entries, wanted: Wanted) -> Any:
-        """A forward of an evaluation, which leaves out logits where tiles make the loss."""
+        """Run a forward of an evaluation, which leaves out logits where tiles make the loss."""
         self._call = call = EvaluationCall(self._model, arguments, wanted)
         tiles = self.tiles if call.may_be_tiled else None
-        outputs = self._outputs_of(run, call.inputs if tiles is None else tiles.without_logits(call.inputs))
+        inputs = call.inputs if tiles is None else tiles.without_logits(call.inputs)
+        outputs = self._outputs_of(run, inputs)
         made, self._made = self._made, None
         if tiles is not None:
             shard = call.arguments_of_tiles
-            call.note_tiles(
-                functools.partial(tiles.loss_sum, run, made, shard), functools.partial(tiles.logits, run, made, shard)
-            )
+            loss_sum = functools.partial(tiles.loss_sum, run, made, shard)
+            logits = functools.partial(tiles.logits, run, made, shard)
+            call.note_tiles(loss_sum, logits)
         return call.put_together(outputs)
 
     def _outputs_of(self, run: Function, inputs: Entries) -> Any:
-        """What the model returns for the shard of the call that has begun."""
+        """Run the model on the shard of the call that has begun."""
         without_cache = {"use_cache": False} if "use_cache" in self._names else {}
         try:
             return run(**{**inputs, **without_cache})
@@ -189,8 +234,8 @@ class Entrance:
             self._call = self._latest = None
 
     def _wanted_of(self, arguments: Batch) -> Wanted | None:
-        """Results of a call, if it is a sharded call: no part of a generation, which keeps keys and values."""
-        if arguments.get("past_key_values") is not None:
+        """Return the results that are requested of a forward, if it is a sharded call; else None."""
+        if arguments.get("past_key_values") is not None:  # a step of a generation
             return None
         wanted = wanted_results()
         if wanted is None and self._model.evaluates_shards:
@@ -200,7 +245,11 @@ class Entrance:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, kwargs: Entries, output: Any, run: Function | None) -> None:
-        """The call is over; ``run`` is the model's own forward where the loss is tiled."""
+        """End a forward: add the loss to ``output`` if the decoder ran on a shard, and let the step's checks look.
+
+        Args:
+            run: the model's own forward where the loss is tiled; else None.
+        """
         forward, self._latest = self._latest, None
         made, self._made = self._made, None
         if forward is None:
@@ -212,8 +261,10 @@ class Entrance:
             add_own_loss(self._model, output, kwargs, forward)
         else:
             add_loss(output, kwargs, forward, self._model.router_term(output), loss_sum)
+        if not torch.is_grad_enabled():
+            return
         info = shard_info(kwargs.get("position_ids"))
-        if self._model.as_loaded is not None and info is not None and torch.is_grad_enabled():
+        if self._model.as_loaded is not None and info is not None:
             self._model.as_loaded.note_forward(kwargs, info)
-        if self._model.token_weights is not None and torch.is_grad_enabled():
+        if self._model.token_weights is not None:
             note_logits(self._model.token_weights, output, kwargs, self._model.own_loss)
