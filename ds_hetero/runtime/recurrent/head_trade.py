@@ -34,12 +34,12 @@ Cuts = tuple[Range, ...]
 
 @dataclass(frozen=True, eq=False)
 class HeadTrade:
-    """Who holds which tokens of a batch."""
+    """How the tokens of a batch are spread over the ranks of a replica."""
 
     tokens: tuple[int, ...]  # by rank of the replica
-    index: int  # which of them this rank is
+    index: int  # of this rank among them
     process_group: ProcessGroup
-    positions: Tensor | None  # of every token, by rank and place there; None where they ascend
+    positions: Tensor | None  # [L], of all ranks' tokens, one rank after the other; None where they ascend
     _positions_on: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -48,20 +48,28 @@ class HeadTrade:
         return sum(self.tokens)
 
     def positions_on(self, device: torch.device) -> Tensor:
-        """``positions`` there; copied once."""
+        """Return ``positions`` on a device; copied there once."""
         assert self.positions is not None
         if device not in self._positions_on:
             self._positions_on[device] = copied_to(self.positions, device)
         return self._positions_on[device]
 
     def exchange(self, send: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Trade ``send`` for what came from each, of these shapes. Collectives: one all_to_all_single."""
+        """Send one tensor to each rank, and return those that arrive.
+
+        Args:
+            send: by receiver, any shapes.
+            shapes: of what arrives, by sender.
+
+        Caller: every rank of the replica.
+        Collectives: one all_to_all_single.
+        """
         flat = torch.cat([part.reshape(-1) for part in send])
         sizes = [prod(shape) for shape in shapes]
-        recv = flat.new_empty(sum(sizes))
+        received = flat.new_empty(sum(sizes))
         with waiting_for_peers("exchanging heads and tokens of a recurrent layer"):
-            dist.all_to_all_single(recv, flat, sizes, [part.numel() for part in send], group=self.process_group)
-        return [part.view(shape) for part, shape in zip(recv.split_with_sizes(sizes), shapes, strict=True)]
+            dist.all_to_all_single(received, flat, sizes, [part.numel() for part in send], group=self.process_group)
+        return [part.view(shape) for part, shape in zip(received.split_with_sizes(sizes), shapes, strict=True)]
 
 
 @lru_cache(maxsize=64)
@@ -73,15 +81,23 @@ def head_trade(replica: Replica, batch: BatchLayout) -> HeadTrade:
 
 
 def _positions(placement: Placement) -> Tensor | None:
-    held = [interval for rank in placement.schedule.ranks for interval in placement.intervals(rank)]
-    if held == sorted(held):
+    """Return the position of every token, one rank after the other: [L]; None where they ascend."""
+    intervals = [interval for rank in placement.schedule.ranks for interval in placement.intervals(rank)]
+    if intervals == sorted(intervals):
         return None
-    return torch.cat([torch.arange(start, stop) for start, stop in held])
+    return torch.cat([torch.arange(start, stop) for start, stop in intervals])
 
 
 def shared_heads(cuts: Cuts, heads_each: int) -> Cuts:
-    """Return the heads that ranks need of a tensor whose every head serves ``heads_each`` of the heads that are cut."""
-    return tuple((start // heads_each, -(-stop // heads_each)) if start < stop else (0, 0) for start, stop in cuts)
+    """Return the heads that ranks need of a tensor whose every head serves ``heads_each`` of the heads that are cut.
+
+    Example: value heads 0 to 3 and 3 to 8 on two ranks, two to a key head: they need the key heads 0 to 2 and 1 to 4,
+    and key head 1 goes to both.
+    """
+    shared: list[Range] = []
+    for start, stop in cuts:
+        shared.append((start // heads_each, -(-stop // heads_each)) if start < stop else (0, 0))
+    return tuple(shared)
 
 
 def gather_all_tokens(tensors: Sequence[Tensor], cuts: Sequence[Cuts], trade: HeadTrade) -> list[Tensor]:
@@ -90,43 +106,62 @@ def gather_all_tokens(tensors: Sequence[Tensor], cuts: Sequence[Cuts], trade: He
         tensors [B, s, N, ...], of one data type, each with its ``cuts``
         result  [B, L, n, ...] in the order of the sequence
 
+    A message has the heads of all tensors side by side, as W numbers a token, and tokens first: [s, B, W]. So the
+    messages of all ranks one after the other are [L, B, W].
+
+    Caller: every rank of the replica.
     Collectives: one all_to_all_single.
     """
-    batch_size, me = tensors[0].shape[0], trade.index
-    send = []
+    batch_size = tensors[0].shape[0]
+    messages = []
     for rank in range(len(trade.tokens)):
         heads = [x[:, :, slice(*cut[rank])].flatten(2) for x, cut in zip(tensors, cuts, strict=True)]
-        send.append(torch.cat(heads, 2).transpose(0, 1))
-    widths = [_size(cut[me]) * prod(x.shape[3:]) for x, cut in zip(tensors, cuts, strict=True)]
-    got = torch.cat(trade.exchange(send, [(tokens, batch_size, sum(widths)) for tokens in trade.tokens]))
+        messages.append(torch.cat(heads, 2).transpose(0, 1))
+    own_cuts = [cut[trade.index] for cut in cuts]
+    widths = [_size(own) * prod(x.shape[3:]) for x, own in zip(tensors, own_cuts, strict=True)]
+    shapes = [(tokens, batch_size, sum(widths)) for tokens in trade.tokens]
+    gathered = torch.cat(trade.exchange(messages, shapes))  # [L, B, W], by rank
     if trade.positions is not None:
-        ordered = torch.empty_like(got)
-        ordered[trade.positions_on(got.device)] = got
-        got = ordered
-    parts = got.transpose(0, 1).split_with_sizes(widths, 2)
-    return [
-        part.reshape(*part.shape[:2], _size(cut[me]), *x.shape[3:])
-        for part, x, cut in zip(parts, tensors, cuts, strict=True)
-    ]
+        by_position = torch.empty_like(gathered)
+        by_position[trade.positions_on(gathered.device)] = gathered
+        gathered = by_position
+    parts = gathered.transpose(0, 1).split_with_sizes(widths, 2)
+    results = []
+    for part, x, own in zip(parts, tensors, own_cuts, strict=True):
+        results.append(part.reshape(*part.shape[:2], _size(own), *x.shape[3:]))
+    return results
 
 
 def scatter_tokens(
     tensors: Sequence[Tensor], cuts: Sequence[Cuts], heads: Sequence[int], trade: HeadTrade
 ) -> list[Tensor]:
-    """Mirror of `gather_all_tokens`: [B, L, n, ...] to [B, s, N, ...], adding. Collectives: one all_to_all_single."""
-    batch_size, own = tensors[0].shape[0], trade.tokens[trade.index]
-    packed = torch.cat([x.flatten(2) for x in tensors], 2).transpose(0, 1)
+    """Trade all tokens of this rank's heads for this rank's tokens of every head; adjoint of `gather_all_tokens`.
+
+        tensors [B, L, n, ...], of one data type, each with its ``cuts``
+        heads   N of each
+        result  [B, s, N, ...]; heads that several ranks have are added up
+
+    Caller: every rank of the replica.
+    Collectives: one all_to_all_single.
+    """
+    batch_size = tensors[0].shape[0]
+    own_tokens = trade.tokens[trade.index]
+    packed = torch.cat([x.flatten(2) for x in tensors], 2).transpose(0, 1)  # [L, B, W], by position
     if trade.positions is not None:
-        packed = packed[trade.positions_on(packed.device)]
-    units = [prod(x.shape[3:]) for x in tensors]
-    widths = [
-        [_size(cut[rank]) * unit for cut, unit in zip(cuts, units, strict=True)] for rank in range(len(trade.tokens))
-    ]
-    got = trade.exchange(packed.split_with_sizes(list(trade.tokens)), [(own, batch_size, sum(each)) for each in widths])
-    results = [x.new_zeros(own, batch_size, count, *x.shape[3:]) for x, count in zip(tensors, heads, strict=True)]
-    for rank, (part, each) in enumerate(zip(got, widths, strict=True)):
-        for result, piece, cut in zip(results, part.split_with_sizes(each, 2), cuts, strict=True):
-            result[:, :, slice(*cut[rank])] += piece.reshape(*piece.shape[:2], _size(cut[rank]), *result.shape[3:])
+        packed = packed[trade.positions_on(packed.device)]  # by rank
+    head_sizes = [prod(x.shape[3:]) for x in tensors]  # numbers of one head of a token
+    widths_by_rank = []
+    for rank in range(len(trade.tokens)):
+        widths_by_rank.append([_size(cut[rank]) * size for cut, size in zip(cuts, head_sizes, strict=True)])
+    shapes = [(own_tokens, batch_size, sum(widths)) for widths in widths_by_rank]
+    messages = trade.exchange(packed.split_with_sizes(list(trade.tokens)), shapes)
+    results = []
+    for x, num_heads in zip(tensors, heads, strict=True):
+        results.append(x.new_zeros(own_tokens, batch_size, num_heads, *x.shape[3:]))
+    # By rank, so that heads that several ranks have are added up in the same order in every step.
+    for rank, (message, widths) in enumerate(zip(messages, widths_by_rank, strict=True)):
+        for result, part, cut in zip(results, message.split_with_sizes(widths, 2), cuts, strict=True):
+            result[:, :, slice(*cut[rank])] += part.reshape(*part.shape[:2], _size(cut[rank]), *result.shape[3:])
     return [result.transpose(0, 1) for result in results]
 
 

@@ -1,14 +1,17 @@
 """A scan over shards, by passing states on: every rank scans its own tokens of all heads.
 
-A piece is the part of one interval of a rank's that lies in one document. Each is scanned from a state of zeros; the
-pieces of a document that several ranks hold are a chain. What a piece leaves of the state before it (a number per head)
-and its own last state go to the ranks of later pieces of the chain, which combine them to the state before theirs and
-add what it contributes to their output. So the payload does not grow with the sequence.
+A piece is a run of one rank's tokens that lies in one document. Each piece is scanned from a state of zeros. The pieces
+of a document that several ranks hold are a chain, numbered from 0. A piece leaves two things: its own last state, and
+its decay, the factor (one per head) that it leaves of the state before it. Both go to the ranks of later pieces, so the
+payload does not grow with the sequence:
 
     state after piece k = decay_k x state before it + own_k
 
-The combination is linear: gradients of a piece's state before it go back to all earlier pieces of the chain, each times
-the decays between.
+Example: a document on ranks 0, 1, 2, one piece each. Rank 2 gets own_0 from rank 0, and own_1 and decay_1 from rank 1;
+the state before its piece is decay_1 x own_0 + own_1. It adds what this state contributes to its output.
+
+The combination is linear: the gradient of the state before a piece goes back to all earlier pieces of the chain, each
+times the decays between. In the example own_1 gets the gradient itself, own_0 gets decay_1 times it.
 
 Dimension key: b rows of one piece, n tokens of it, G heads of the reader, P width of the output, N width of the reader;
 a state is [b, H, P, N].
@@ -17,10 +20,10 @@ Source: the chunks of Mamba-2 (arXiv:2405.21060, section 6), of which a piece is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -35,37 +38,37 @@ from ds_hetero.runtime.step_clock import ALL_TO_ALL, Clock
 from ds_hetero.values.placement import Range
 
 Place = tuple[int, int]
-"""A chain, and where in it a piece is."""
+"""Number of a chain, and of a piece in it."""
 
 
 class _Piece(NamedTuple):
-    """Batch rows and own tokens of one document; ``place`` is None where the rank holds all of it."""
+    """A piece of this rank."""
 
-    rows: Range
-    tokens: Range
-    place: Place | None
+    rows: Range  # of the batch
+    tokens: Range  # among the rank's tokens of a row
+    place: Place | None  # None where the rank holds the whole document in one piece
 
 
 class _Chain(NamedTuple):
-    """Pieces of a document that several ranks, by index in the replica, hold, in the order of the sequence."""
+    """A document that several pieces make up."""
 
-    num_rows: int
-    owners: tuple[int, ...]
+    num_rows: int  # batch rows that have these documents
+    owners: tuple[int, ...]  # of each piece, in the order of the sequence: the rank's index in the replica
 
     def needs(self, index: int) -> range:
-        """Pieces whose states a rank needs, its own among them: those before its last one."""
-        held = [place for place, owner in enumerate(self.owners) if owner == index]
-        return range(held[-1] if held else 0)
+        """Return the pieces whose states a rank needs, its own among them: all before its last piece."""
+        own = [number for number, owner in enumerate(self.owners) if owner == index]
+        return range(own[-1] if own else 0)
 
 
 @dataclass(frozen=True, eq=False)
 class Chains:
-    """Who passes which states to whom, of one batch."""
+    """The states that ranks of a replica pass on in one batch."""
 
-    chains: tuple[_Chain, ...]  # of all documents that several pieces make up
+    chains: tuple[_Chain, ...]
     pieces: tuple[_Piece, ...]  # of this rank, by rows and tokens
-    give: tuple[tuple[Place, ...], ...]  # for each rank, the own pieces whose states it needs
-    take: tuple[tuple[Place, ...], ...]  # for each rank, its pieces whose states this one needs
+    give: tuple[tuple[Place, ...], ...]  # by rank of the replica: this rank's pieces whose states it needs
+    take: tuple[tuple[Place, ...], ...]  # by rank of the replica: its pieces whose states this rank needs
     moved_states: int  # states of one row that all ranks together send forward
 
     def goes_on(self, piece: _Piece) -> bool:
@@ -77,10 +80,15 @@ class Chains:
         """Pieces of this rank that have later ones in their chains."""
         return tuple(piece.place for piece in self.pieces if piece.place is not None and self.goes_on(piece))
 
+    @staticmethod
+    def takes_state(piece: _Piece) -> bool:
+        """Whether a piece of this rank has earlier ones in its chain."""
+        return piece.place is not None and piece.place[1] > 0
+
     @cached_property
     def received(self) -> tuple[Place, ...]:
         """Pieces of this rank that have earlier ones in their chains."""
-        return tuple(piece.place for piece in self.pieces if piece.place is not None and piece.place[1])
+        return tuple(piece.place for piece in self.pieces if piece.place is not None and self.takes_state(piece))
 
     def num_rows(self, places: Iterable[Place]) -> list[int]:
         """Batch rows of each of these pieces."""
@@ -89,46 +97,60 @@ class Chains:
 
 @lru_cache(maxsize=64)
 def chains_of(replica: Replica, batch: BatchLayout) -> Chains:
-    """Return the tables of a batch; every rank derives them from its layout."""
+    """Return the tables of a batch; every rank of the replica derives the same chains from the batch's layout."""
     chains: list[_Chain] = []
     pieces: list[_Piece] = []
     for rows in sequences_of(batch):
-        by_document: dict[int, list[tuple[int, int]]] = {}  # start of the document -> (start of the piece, owner)
-        own: list[tuple[int, int, Range]] = []  # starts of document and piece, tokens
+        pieces_by_document: dict[int, list[tuple[int, int]]] = {}  # by its start: (start of a piece, index of its rank)
         for index, rank in enumerate(replica.ranks):
-            intervals = batch.placement.intervals(rank)
-            begins = dict(zip(intervals, accumulate((b - a for a, b in intervals), initial=0), strict=False))
-            for first, start, stop in pieces_of(intervals, rows.documents):
-                by_document.setdefault(first, []).append((start, index))
-                if rank == replica.rank:
-                    low, at = next((a, begin) for (a, b), begin in begins.items() if a <= start < b)
-                    own.append((first, start, (at + start - low, at + stop - low)))
-        chain_of: dict[int, int] = {}
-        for first, held in by_document.items():
-            if len(held) > 1:
-                chain_of[first] = len(chains)
-                chains.append(_Chain(rows.stop - rows.start, tuple(index for _, index in sorted(held))))
-        for first, start, tokens in own:
-            order = sorted(by_document[first])
-            place = order.index((start, replica.sp_rank)) if first in chain_of else None
-            pieces.append(_Piece((rows.start, rows.stop), tokens, None if place is None else (chain_of[first], place)))
+            for document, start, _ in pieces_of(batch.placement.intervals(rank), rows.documents):
+                pieces_by_document.setdefault(document, []).append((start, index))
+        chain_of_document: dict[int, int] = {}
+        for document, parts in pieces_by_document.items():
+            parts.sort()
+            if len(parts) > 1:
+                chain_of_document[document] = len(chains)
+                chains.append(_Chain(rows.stop - rows.start, tuple(index for _, index in parts)))
+        for document, start, tokens in _own_pieces(replica, batch, rows.documents):
+            place = None
+            if document in chain_of_document:
+                number = pieces_by_document[document].index((start, replica.sp_rank))
+                place = chain_of_document[document], number
+            pieces.append(_Piece((rows.start, rows.stop), tokens, place))
+
     ranks = range(len(replica.ranks))
-    moves = [[_moves(chains, source, target) for target in ranks] for source in ranks]
-    me = replica.sp_rank
-    count = sum(chains[chain].num_rows for sent in moves for places in sent for chain, _ in places)
-    return Chains(tuple(chains), tuple(pieces), tuple(moves[me]), tuple(sent[me] for sent in moves), count)
+    own_index = replica.sp_rank
+    give = tuple(_moves(chains, own_index, target) for target in ranks)
+    take = tuple(_moves(chains, source, own_index) for source in ranks)
+    moved_states = 0
+    for chain in chains:
+        for target in ranks:
+            moved_states += chain.num_rows * sum(chain.owners[number] != target for number in chain.needs(target))
+    return Chains(tuple(chains), tuple(pieces), give, take, moved_states)
+
+
+def _own_pieces(replica: Replica, batch: BatchLayout, documents: Sequence[Range]) -> Iterator[tuple[int, int, Range]]:
+    """Yield the pieces of this rank: where their documents and they begin in the sequence, and their own tokens.
+
+    Example: a rank holds the positions 4 to 8 and 12 to 16, one document of 16. Its second piece begins at position 12,
+    and has the own tokens 4 to 8.
+    """
+    intervals = batch.placement.intervals(replica.rank)
+    first_token = 0
+    for low, high in intervals:
+        for document, start, stop in pieces_of([(low, high)], documents):
+            yield document, start, (first_token + start - low, first_token + stop - low)
+        first_token += high - low
 
 
 def _moves(chains: Sequence[_Chain], source: int, target: int) -> tuple[Place, ...]:
-    """Pieces of ``source`` whose states ``target`` needs."""
+    """Return the pieces of ``source`` whose states ``target`` needs."""
     if source == target:
         return ()
-    return tuple(
-        (number, place)
-        for number, chain in enumerate(chains)
-        for place in chain.needs(target)
-        if chain.owners[place] == source
-    )
+    places = []
+    for number, chain in enumerate(chains):
+        places += [(number, piece) for piece in chain.needs(target) if chain.owners[piece] == source]
+    return tuple(places)
 
 
 def pass_states(call: Scan, passed: PassedState, replica: Replica, batch: BatchLayout, clock: Clock) -> Tensor:
@@ -139,78 +161,108 @@ def pass_states(call: Scan, passed: PassedState, replica: Replica, batch: BatchL
     Sends: for every later piece of another rank one state [b, H, P, N] and one decay [b, H] in float32.
     """
     chains = chains_of(replica, batch)
-    parts, states, decays, logs = [], [], [], {}
+
+    # Scan every own piece from a state of zeros.
+    outputs = []  # of each piece, [b, n, H, P]
+    states, decays = [], []  # of pieces that go on, [b, H, P, N] and [b, H]
+    log_decays: dict[Place, Tensor] = {}  # [b, n, H]: what each token leaves of the state before it
     for piece in chains.pieces:
-        inputs = {name: x[slice(*piece.rows), slice(*piece.tokens)] for name, x in call.inputs.items()}
+        inputs = _inputs_of(call, piece)
         if piece.place is not None:
-            logs[piece.place] = passed.log_decay(inputs, call.parameters)
-        if chains.goes_on(piece):
-            assert piece.place is not None
-            part, state = passed.compute(inputs, call.parameters)
-            states.append(state.to(torch.float32))
-            decays.append(logs[piece.place].sum(1).exp().to(torch.float32))
-        else:
-            part = call.compute(inputs, call.parameters)
-        parts.append(part)
-    like, reader = call.inputs[call.output_like], call.inputs[passed.reader]
-    if not parts:  # in the graph: the others wait for this rank's backward, and ZeRO for gradients of all parameters
-        parts = [_nothing(call)]
-    before: list[Tensor] = []
-    if chains.chains:
-        size, trade = (*like.shape[2:], reader.shape[-1]), head_trade(replica, batch)
-        apply: Any = _PassStates.apply
-        parts[0], *before = apply(chains, trade, clock, size, parts[0], *states, *decays)
-    later = [i for i, piece in enumerate(chains.pieces) if piece.place is not None and piece.place[1]]
-    for i, state in zip(later, before, strict=True):
-        piece = chains.pieces[i]
+            log_decays[piece.place] = passed.log_decay(inputs, call.parameters)
+        if not chains.goes_on(piece):
+            outputs.append(call.compute(inputs, call.parameters))
+            continue
         assert piece.place is not None
-        left = logs[piece.place].cumsum(1).exp()
-        read = _read(reader[slice(*piece.rows), slice(*piece.tokens)], state)
-        parts[i] = parts[i] + (read * left[..., None]).to(parts[i].dtype)
-    return _joined(parts, chains.pieces, like)
+        output, state = passed.compute(inputs, call.parameters)
+        outputs.append(output)
+        # float32: errors of a state add up over the pieces behind it.
+        states.append(state.to(torch.float32))
+        decays.append(log_decays[piece.place].sum(1).exp().to(torch.float32))
+    if not chains.pieces:
+        # In the graph: the others wait for this rank's backward, and ZeRO for gradients of all parameters.
+        outputs = [_zeros_in_graph(call)]
+
+    # Trade states, and add what the state before a piece contributes to its output.
+    like, reader = call.inputs[call.output_like], call.inputs[passed.reader]
+    states_before: list[Tensor] = []
+    if chains.chains:
+        size = (*like.shape[2:], reader.shape[-1])  # H, P, N
+        apply: Any = _PassStates.apply
+        outputs[0], *states_before = apply(
+            chains, head_trade(replica, batch), clock, size, outputs[0], *states, *decays
+        )
+    taking = [number for number, piece in enumerate(chains.pieces) if chains.takes_state(piece)]
+    for number, state in zip(taking, states_before, strict=True):
+        piece = chains.pieces[number]
+        assert piece.place is not None
+        left = log_decays[piece.place].cumsum(1).exp()  # of the state before the piece, after each of its tokens
+        contribution = _read(reader[slice(*piece.rows), slice(*piece.tokens)], state) * left[..., None]
+        outputs[number] = outputs[number] + contribution.to(outputs[number].dtype)
+    return _joined(outputs, chains.pieces, like)
 
 
-def _nothing(call: Scan) -> Tensor:
-    """Zeros of the output's shape that depend on all inputs and parameters."""
-    return 0 * (
-        call.inputs[call.output_like] + sum(x.sum() for x in (*call.inputs.values(), *call.parameters.values()))
-    )
+def _inputs_of(call: Scan, piece: _Piece) -> dict[str, Tensor]:
+    """Return the inputs of the tokens of a piece: [b, n, ...] of [B, s, ...]."""
+    rows, tokens = slice(*piece.rows), slice(*piece.tokens)
+    return {name: x[rows, tokens] for name, x in call.inputs.items()}
+
+
+def _zeros_in_graph(call: Scan) -> Tensor:
+    """Return zeros of the output's shape that depend on all inputs and parameters."""
+    dependence = sum(x.sum() for x in (*call.inputs.values(), *call.parameters.values()))
+    return 0 * (call.inputs[call.output_like] + dependence)
 
 
 def _read(reader: Tensor, state: Tensor) -> Tensor:
-    """[b, n, G, N] of [b, H, P, N]: [b, n, H, P]."""
+    """Return what the reader of each token reads from a state.
+
+    reader  [b, n, G, N], each of its heads for H / G heads of the state
+    state   [b, H, P, N]
+    result  [b, n, H, P]
+    """
     rows, tokens, groups, width = reader.shape
     by_group = state.reshape(rows, groups, -1, width)  # no view: a rank's own state is in the order of its kernel
     out = reader.to(state.dtype).transpose(1, 2) @ by_group.transpose(2, 3)
     return out.transpose(1, 2).reshape(rows, tokens, *state.shape[1:3])
 
 
-def _joined(parts: Sequence[Tensor], pieces: Sequence[_Piece], like: Tensor) -> Tensor:
-    """The output of all rows of the batch from that of the pieces; zero outside of every document."""
-    if not pieces or parts[0].shape == like.shape:
-        return parts[0]
-    rows: dict[Range, list[Tensor]] = {}
-    filled: dict[Range, int] = {}
-    for part, piece in zip(parts, pieces, strict=True):
+def _joined(outputs: Sequence[Tensor], pieces: Sequence[_Piece], like: Tensor) -> Tensor:
+    """Return the output of all rows of the batch from that of the pieces; zeros outside of every document.
+
+    outputs  [b, n, H, P] each
+    result   [B, s, H, P], the shape of ``like``
+    """
+    if not pieces or outputs[0].shape == like.shape:
+        return outputs[0]
+    parts_of_rows: dict[Range, list[Tensor]] = {}
+    filled: dict[Range, int] = {}  # tokens of the rows so far
+    for output, piece in zip(outputs, pieces, strict=True):
         gap = piece.tokens[0] - filled.get(piece.rows, 0)
-        rows.setdefault(piece.rows, []).append(nn.functional.pad(part, (0, 0, 0, 0, gap, 0)) if gap else part)
+        part = nn.functional.pad(output, (0, 0, 0, 0, gap, 0)) if gap else output
+        parts_of_rows.setdefault(piece.rows, []).append(part)
         filled[piece.rows] = piece.tokens[1]
-    out, at = [], 0
-    for (start, stop), held in sorted(rows.items()):
-        if start > at:
-            out.append(parts[0].new_zeros(start - at, *like.shape[1:]))
-        joined = torch.cat(held, 1)
-        out.append(nn.functional.pad(joined, (0, 0, 0, 0, 0, like.shape[1] - joined.shape[1])))
-        at = stop
-    if at < like.shape[0]:
-        out.append(parts[0].new_zeros(like.shape[0] - at, *like.shape[1:]))
-    return torch.cat(out)
+    blocks = []
+    num_rows = 0  # in the blocks so far
+    for (start, stop), parts in sorted(parts_of_rows.items()):
+        if start > num_rows:
+            blocks.append(outputs[0].new_zeros(start - num_rows, *like.shape[1:]))
+        block = torch.cat(parts, 1)
+        blocks.append(nn.functional.pad(block, (0, 0, 0, 0, 0, like.shape[1] - block.shape[1])))
+        num_rows = stop
+    if num_rows < like.shape[0]:
+        blocks.append(outputs[0].new_zeros(like.shape[0] - num_rows, *like.shape[1:]))
+    return torch.cat(blocks)
 
 
 class _PassStates(torch.autograd.Function):
     """Own states and decays to the states before own pieces; one node of the graph on every rank.
 
-    An output goes through unchanged, so that the backward of a rank that needs no state is run as well.
+        own     states of own pieces that go on, [b, H, P, N] each, then their decays, [b, H] each
+        result  ``out``, then the state before each own piece that takes one, [b, H, P, N]
+
+    ``out`` goes through unchanged, so that the backward of a rank that needs no state is run as well: its collective
+    is the other ranks' too.
     """
 
     @staticmethod
@@ -219,18 +271,26 @@ class _PassStates(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.chains, ctx.trade, ctx.clock, ctx.size = chains, trade, clock, size
         ctx.set_materialize_grads(False)
-        heads, count = size[0], len(own) // 2
-        known = {place: pair for place, *pair in zip(chains.sent, own[:count], own[count:], strict=True)}
+        heads = size[0]
+        state_size, decay_size = prod(size), heads  # numbers of one batch row
+        num_own = len(own) // 2
+        known = dict(zip(chains.sent, zip(own[:num_own], own[num_own:], strict=True), strict=True))
+        # A message to a rank has the state and the decay of one piece after the other.
+        messages = []
+        for places in chains.give:
+            tensors = [tensor for place in places for tensor in known[place]]
+            messages.append(_packed(tensors, out.device))
+        rows_of_ranks = [chains.num_rows(places) for places in chains.take]
+        shapes = [(sum(rows) * (state_size + decay_size),) for rows in rows_of_ranks]
         with clock.phase(ALL_TO_ALL, "pass_states"):
-            message = [_packed([x for place in places for x in known[place]], out.device) for places in chains.give]
-            counts = [chains.num_rows(places) for places in chains.take]
-            width = heads * size[1] * size[2] + heads
-            got = trade.exchange(message, [(sum(rows) * width,) for rows in counts])
-        for places, rows, flat in zip(chains.take, counts, got, strict=True):
-            sizes = [x for b in rows for x in (b * (width - heads), b * heads)]
-            pairs = iter(flat.split_with_sizes(sizes))
-            for place, b in zip(places, rows, strict=True):
-                known[place] = [next(pairs).view(b, *size), next(pairs).view(b, heads)]
+            received = trade.exchange(messages, shapes)
+        for places, rows, message in zip(chains.take, rows_of_ranks, received, strict=True):
+            start = 0
+            for place, num_rows in zip(places, rows, strict=True):
+                middle = start + num_rows * state_size
+                stop = middle + num_rows * decay_size
+                known[place] = message[start:middle].view(num_rows, *size), message[middle:stop].view(num_rows, heads)
+                start = stop
         before = [_state_before(place, known) for place in chains.received]
         ctx.known = tuple(known)
         ctx.save_for_backward(*before, *(decay for _, decay in known.values()))
@@ -239,39 +299,48 @@ class _PassStates(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         chains: Chains = ctx.chains
-        saved = ctx.saved_tensors  # once: a checkpoint recomputes them at that
+        saved = ctx.saved_tensors  # asked for once: under activation checkpointing that runs the forward again
         before = dict(zip(chains.received, saved, strict=False))
         decays = dict(zip(ctx.known, saved[len(before) :], strict=True))
         device = next(x.device for x in (dout, *grads) if x is not None)
-        dstates: dict[Place, Tensor] = {}
-        for (chain, place), grad in zip(chains.received, grads, strict=True):
+        dstates: dict[Place, Tensor] = {}  # gradients of the pieces' own states, as far as this rank knows them
+
+        def add(place: Place, dstate: Tensor) -> None:
+            dstates[place] = dstates[place] + dstate if place in dstates else dstate
+
+        # Of the states before own pieces: back along the chain, past one decay after the other.
+        for (chain, number), grad in zip(chains.received, grads, strict=True):
             shape = (chains.chains[chain].num_rows, *ctx.size)
             dstate = torch.zeros(shape, dtype=torch.float32, device=device) if grad is None else grad
-            for earlier in range(place - 1, -1, -1):
-                key = chain, earlier
-                dstates[key] = dstates[key] + dstate if key in dstates else dstate
+            for earlier in range(number - 1, -1, -1):
+                add((chain, earlier), dstate)
                 if earlier:
-                    dstate = decays[key][..., None, None] * dstate
+                    dstate = decays[chain, earlier][..., None, None] * dstate
+        # To the owners of these pieces: the way of the forward, backwards.
+        messages = [_packed([dstates[place] for place in places], device) for places in chains.take]
+        rows_of_ranks = [chains.num_rows(places) for places in chains.give]
+        shapes = [(sum(rows), *ctx.size) for rows in rows_of_ranks]
         with ctx.clock.phase(ALL_TO_ALL, "pass_states"):
-            message = [_packed([dstates[place] for place in places], device) for places in chains.take]
-            counts = [chains.num_rows(places) for places in chains.give]
-            got = ctx.trade.exchange(message, [(sum(rows), *ctx.size) for rows in counts])
-        for places, rows, part in zip(chains.give, counts, got, strict=True):
-            for key, dstate in zip(places, part.split_with_sizes(rows), strict=True):
-                dstates[key] = dstates[key] + dstate if key in dstates else dstate
-        own = [dstates[place] for place in chains.sent]
-        ddecays = [(before[place] * dstates[place]).sum((2, 3)) if place in before else None for place in chains.sent]
-        return None, None, None, None, dout, *own, *ddecays
+            received = ctx.trade.exchange(messages, shapes)
+        for places, rows, message in zip(chains.give, rows_of_ranks, received, strict=True):
+            for place, dstate in zip(places, message.split_with_sizes(rows), strict=True):
+                add(place, dstate)
+        own_dstates = [dstates[place] for place in chains.sent]
+        ddecays: list[Tensor | None] = []
+        for place in chains.sent:  # the first piece of a chain has no state before it for its decay to act on
+            ddecays.append((before[place] * dstates[place]).sum((2, 3)) if place in before else None)
+        return None, None, None, None, dout, *own_dstates, *ddecays
 
 
 def _packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    return (
-        torch.cat([x.reshape(-1) for x in tensors]) if tensors else torch.empty(0, dtype=torch.float32, device=device)
-    )
+    """Return the tensors as one flat one; an empty one where there are none."""
+    if not tensors:
+        return torch.empty(0, dtype=torch.float32, device=device)
+    return torch.cat([x.reshape(-1) for x in tensors])
 
 
-def _state_before(place: Place, known: dict[Place, list[Tensor]]) -> Tensor:
-    """The state before a piece, from states and decays of all pieces before it in its chain."""
+def _state_before(place: Place, known: Mapping[Place, tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the state before a piece, from the states and decays of all pieces before it in its chain."""
     chain, stop = place
     state = known[chain, 0][0]
     for earlier in range(1, stop):
