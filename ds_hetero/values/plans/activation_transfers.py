@@ -20,7 +20,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ds_hetero.values.placement import Range, stream_placement
-from ds_hetero.values.plans.plan import Stage
+from ds_hetero.values.plans.stages import Stage
 
 
 class ActivationTransfer(NamedTuple):

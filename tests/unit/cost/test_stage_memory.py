@@ -14,7 +14,7 @@ from ds_hetero.cost import make_cost_model
 from ds_hetero.cost.stages.calibrated import CalibratedStageCosts
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
-from ds_hetero.values.plans.plan import read_plan
+from ds_hetero.values.plans import read_plan
 from ds_hetero.values.schedule import Schedule
 from tests.support import ROOT
 
