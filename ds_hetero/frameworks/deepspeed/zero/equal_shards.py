@@ -17,7 +17,7 @@ from ds_hetero.sharding.zero_partition import cut_as_deepspeed
 
 
 def equal_shards(flat: Tensor, params: Sequence[ZeroParameter], name: str = "weights") -> Tensor:
-    """Exchange weighted shards of parameters, lying side by side, for shards of one size, on the CPU.
+    """Exchange weighted shards of parameters, side by side in one tensor, for shards of one size on the CPU.
 
         flat     [sum of s]
         result   [sum of ceil(n / ranks)], the ends padded with zeros
@@ -26,7 +26,7 @@ def equal_shards(flat: Tensor, params: Sequence[ZeroParameter], name: str = "wei
     Collectives: one all_to_all_single for each of `chunks`; of copies in every node, inside the node.
 
     Raises:
-        CheckpointError: ``flat`` is no such thing, as with optimizers that quantize their state by blocks.
+        CheckpointError: ``flat`` has another number of elements, as with optimizers that quantize state by blocks.
     """
     rank = dist.get_rank(group=owning_group(params[0]))
     sizes = [cut_of(param).sizes[rank] for param in params]
@@ -36,39 +36,35 @@ def equal_shards(flat: Tensor, params: Sequence[ZeroParameter], name: str = "wei
             'shards cannot be exchanged. Use another optimizer, or set "zero_partition": "uniform".'
         )
     shards = torch.split(flat.reshape(-1), sizes)
-    done: list[Tensor] = []
+    results: list[Tensor] = []
     for chunk in chunks([param.ds_numel for param in params]):
-        done += _equal_shards(shards[chunk], params[chunk])
-    return torch.cat(done)
+        results += _equal_shards(shards[chunk], params[chunk])
+    return torch.cat(results)
 
 
 def _equal_shards(shards: Sequence[Tensor], params: Sequence[ZeroParameter]) -> list[Tensor]:
-    group, job_size = owning_group(params[0]), dist.get_world_size(group=params[0].ds_process_group)
-    rank, owners = dist.get_rank(group=group), range(dist.get_world_size(group=group))
-    equal = [cut_as_deepspeed(param.ds_numel, job_size) for param in params]
-    # By owner of an equal shard, which is that of its place in the job, then by parameter.
-    table = [
-        [parameter_moves(param.ds_numel, cut_of(param), cut, place) for param, cut in zip(params, equal, strict=True)]
-        for place in (dist.get_global_rank(group, owner) for owner in owners)
-    ]
-    send = [
-        [
-            shard[move.in_source : move.in_source + move.count]
-            for shard, moves in zip(shards, of_owner, strict=True)
-            for move in moves
-            if move.source == rank
-        ]
-        for of_owner in table
-    ]
-    done = [torch.zeros(cut.sizes[0], dtype=shards[0].dtype) for cut in equal]
-    receive = [
-        [
-            part[move.in_target : move.in_target + move.count]
-            for part, moves in zip(done, table[rank], strict=True)
-            for move in moves
-            if move.source == source
-        ]
-        for source in owners
-    ]
+    """Exchange the shards of one chunk; see `equal_shards`.
+
+    The elements of an equal shard are sent in the order of parameters, then of elements; sender and receiver derive
+    the same moves, so that no message says what it holds.
+    """
+    group = owning_group(params[0])
+    job_size = dist.get_world_size(group=params[0].ds_process_group)
+    rank, num_ranks = dist.get_rank(group=group), dist.get_world_size(group=group)
+    results = []
+    send: list[list[Tensor]] = [[] for _ in range(num_ranks)]  # parts of weighted shards, by receiver
+    receive: list[list[Tensor]] = [[] for _ in range(num_ranks)]  # parts of equal shards, by sender
+    for shard, param in zip(shards, params, strict=True):
+        equal_cut = cut_as_deepspeed(param.ds_numel, job_size)
+        result = torch.zeros(equal_cut.sizes[0], dtype=shards[0].dtype)
+        results.append(result)
+        for owner in range(num_ranks):
+            # Equal shards are cut over the job: a rank of a node owns the one of its global rank.
+            place = dist.get_global_rank(group, owner)
+            for move in parameter_moves(param.ds_numel, cut_of(param), equal_cut, place):
+                if move.source == rank:
+                    send[owner].append(shard[move.in_source : move.in_source + move.count])
+                if owner == rank:
+                    receive[move.source].append(result[move.in_target : move.in_target + move.count])
     write(start_exchange(send, receive, shards[0].dtype, group)(), receive)
-    return done
+    return results
