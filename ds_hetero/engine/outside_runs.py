@@ -8,28 +8,14 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ds_hetero.runtime.evaluation_mode import evaluation_mode
+
 
 @contextlib.contextmanager
 def in_evaluation(model: nn.Module) -> Iterator[None]:
     """Run a model inside without gradients and without dropout, and put back the modes of its parts."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    for module in training:
-        module.training = packs_in_evaluation(module)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def packs_in_evaluation(module: nn.Module) -> bool:
-    """Whether a layer in evaluation puts its weights into a form for inference that does not train any more.
-
-    bitsandbytes' layers of 4 bits do so on CPUs with AVX-512.
-    """
-    return hasattr(module, "support_avx512bf16_for_cpu")
+    with evaluation_mode(model), torch.no_grad():
+        yield
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def moved_as_one_process(rank, name, changes, lora):
 
     import ds_hetero
     from ds_hetero.frameworks.deepspeed.pipeline.engine import PipelineInstaller
-    from ds_hetero.frameworks.deepspeed.pipeline.optimizer import move_layers
+    from ds_hetero.frameworks.deepspeed.pipeline.layer_moves import move_layers
     from ds_hetero.planner.replan.stage_layers import with_layers
 
     compute_in(torch.float64)
@@ -171,7 +171,7 @@ def test_a_rank_that_slows_down_loses_layers_within_20_steps(first):
 
 
 def test_layers_that_cannot_move_are_refused():
-    from ds_hetero.frameworks.deepspeed.pipeline.optimizer import expect_movable
+    from ds_hetero.frameworks.deepspeed.pipeline.layer_moves import expect_movable
 
     model = made_model({}, False)
     expect_movable(model)

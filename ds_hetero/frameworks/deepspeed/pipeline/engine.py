@@ -36,14 +36,13 @@ from ds_hetero.frameworks.deepspeed.installer import HookedEngine, Installer
 from ds_hetero.frameworks.deepspeed.keys import expect_supported_keys
 from ds_hetero.frameworks.deepspeed.mpu import Mpu, SequenceMpu
 from ds_hetero.frameworks.deepspeed.pipeline.checks import checks_of_pipelines
+from ds_hetero.frameworks.deepspeed.pipeline.layer_moves import expect_movable, move_layers
 from ds_hetero.frameworks.deepspeed.pipeline.lone_engine import clipping_of, groups_of_lone_rank, lone_configuration
 from ds_hetero.frameworks.deepspeed.pipeline.optimizer import (
     Groups,
     PipelineOptimizer,
     expect_elementwise,
-    expect_movable,
     groups_by_name,
-    move_layers,
     optimizer_of_section,
     owned_of_group,
     synchronizer_of,

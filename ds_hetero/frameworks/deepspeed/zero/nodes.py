@@ -211,7 +211,7 @@ def start_exchange(
 
     def finish() -> list[Sequence[Tensor]]:
         work.wait()
-        parts_of_ranks = []
+        parts_of_ranks: list[Sequence[Tensor]] = []
         for message, parts in zip(torch.split(arrived, from_rank), like, strict=True):
             parts_of_ranks.append(torch.split(message, [part.numel() for part in parts]))
         return parts_of_ranks

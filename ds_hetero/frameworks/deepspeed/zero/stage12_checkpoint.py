@@ -57,7 +57,7 @@ class RestoredGroup:
 
 def layout_to_save(names: Sequence[Sequence[str]], layouts: Sequence[FlatGroup]) -> list[dict[str, list[Any]]]:
     """Describe the layout of all shards, by parameter group: plain lists, which pickle anywhere."""
-    groups = []
+    groups: list[dict[str, list[Any]]] = []
     for names_of_group, layout in zip(names, layouts, strict=True):
         groups.append(
             {

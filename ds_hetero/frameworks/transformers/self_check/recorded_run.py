@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ds_hetero.engine.outside_runs import packs_in_evaluation
 from ds_hetero.frameworks.transformers.model.model_checks import containers_of_experts
 from ds_hetero.frameworks.transformers.self_check.parameter_gradients import Leaves, project
 from ds_hetero.runtime.data.shards import Batch, Entries
+from ds_hetero.runtime.evaluation_mode import packs_in_evaluation
 
 _EMBEDDINGS = "inputs_embeds"
 _LINEAR = (nn.Linear, Conv1D)

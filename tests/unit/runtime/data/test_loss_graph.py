@@ -12,11 +12,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_hetero.errors import ConfigError, ModelError
+from ds_hetero.runtime.data.leaving_nothing import leaving_nothing
 from ds_hetero.runtime.data.loss_graph import read_terms
 from ds_hetero.runtime.data.loss_units import Batch, UnitCounts
 from ds_hetero.runtime.data.loss_weights import RankLoss, explain, weigh_terms
 from ds_hetero.runtime.data.row_operations import mixing_node
-from ds_hetero.runtime.data.sample_probe import leaving_nothing, probe_samples, raise_if_mixed
+from ds_hetero.runtime.data.sample_probe import probe_samples, raise_if_mixed
 
 WEIGHT = torch.tensor([1.0, 2.0, 4.0])
 
