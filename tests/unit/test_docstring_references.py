@@ -48,7 +48,6 @@ STALE = {
     "ds_hetero.frameworks.deepspeed.zero.stage12_checkpoint": {"BF16_Optimizer"},
     "ds_hetero.frameworks.deepspeed.zero.stage3": {
         "DeepSpeedZeroOptimizer_Stage3.backward_epilogue",
-        "__params_to_release",
     },
     "ds_hetero.frameworks.deepspeed.zero.used_parameters": {"zero.reduction_order"},
 }

@@ -48,7 +48,7 @@ BEFORE_NOUNS = frozenset(_BEFORE_NOUNS.split())
 # Words that begin a clause, which has a verb that is not the sentence's.
 _CLAUSES = "because before how if that what whatever when where whether which while who whoever whom whose why"
 CLAUSES = frozenset(_CLAUSES.split())
-EXPLAINS = (" ", "* ", "- ", "```", "Dimension key:", "Source:", "Sources:", "Format:")
+EXPLAINS = (" ", "* ", "- ", "```", "Example:", "Dimension key:", "Source:", "Sources:", "Format:")
 
 
 @pytest.mark.parametrize(
