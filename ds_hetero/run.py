@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _run_module(arguments: list[str], local_rank: list[str]) -> None:
-    """As ``python -m``: found from the working directory first."""
+    """Run a module as ``python -m`` does, looking in the working directory first."""
     sys.path[0] = str(Path.cwd())
     if not arguments or not is_installed(arguments[0]):
         _refuse(f"{arguments[0]!r} is no module" if arguments else "-m without a module")

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def time_text(seconds: float) -> str:
-    """``12.3 us``, ``12.3 ms``, ``4.56 s`` or ``7.8 min``."""
+    """Return a time as ``12.3 us``, ``12.3 ms``, ``4.56 s`` or ``7.8 min``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     if seconds < 1:
@@ -23,7 +23,7 @@ def time_text(seconds: float) -> str:
 
 
 def bytes_text(num_bytes: float) -> str:
-    """GiB with one decimal, without the unit: ``12.3``."""
+    """Return bytes in GiB with one decimal, without the unit: ``12.3``."""
     return f"{num_bytes / GIB:.1f}"
 
 
@@ -53,6 +53,6 @@ def ranks_by_value(values: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``."""
+    """Return ranks as ``rank 1`` or ``ranks 0, 2``."""
     noun = "ranks" if len(ranks) > 1 else "rank"
     return f"{noun} {', '.join(map(str, ranks))}"

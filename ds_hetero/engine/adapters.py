@@ -152,10 +152,10 @@ class SplitModel(Protocol):
         """Term that the model adds to the mean loss of its tokens for its routers."""
 
     def note_scaled_loss(self) -> None:
-        """A loss of the scale that the engine's average needs has been made of the latest batch."""
+        """Note that a loss with the scale that the engine's average needs was made of the latest batch."""
 
     def end_step(self) -> bool:
-        """Forget the batches of a step; return whether there were some, and no loss of them was scaled."""
+        """Clear per-step state; return True if batches were run but no loss was scaled."""
 
     def tile(self, tokens: int) -> None:
         """Compute MLPs and losses of shards in tiles of so many tokens."""
@@ -175,7 +175,7 @@ class SplitModel(Protocol):
 
     @property
     def why_evaluated_whole(self) -> str:
-        """Why it cannot be evaluated over shards; empty where it can."""
+        """Why evaluation cannot run on shards; empty where it can."""
 
     @property
     def evaluates_shards(self) -> bool:
@@ -212,10 +212,10 @@ class ElasticState(Protocol):
         """Put back a save that was ``found`` before; from here on `after_step` is called by the caller."""
 
     def after_step(self, step: int) -> None:
-        """Commit and save what is due."""
+        """Commit and save, if a save is due."""
 
     def end_batch(self) -> None:
-        """Save what is due where a loop of its own asks for the next batch."""
+        """Save, if a save is due, when a custom loop requests the next batch."""
 
     def leave_if_due(self) -> None:
         """End this process between two steps, if all ranks have agreed to."""
@@ -236,7 +236,7 @@ class StagedModel(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """As the user gave it, with the parts of other stages taken out."""
+        """The user's model, without the parts of other stages."""
 
     @property
     def configuration(self) -> Entries:
@@ -307,7 +307,7 @@ class ModelAdapter(Protocol):
         """Refuse a model that cannot be cut as the plan says. Raises `ModelError` and `PlanError`."""
 
     def impossible_inners(self, model: nn.Module) -> dict[str, str]:
-        """Why ranks cannot share the work of a stage of this model, by the way in which they cannot."""
+        """Return the ways in which ranks cannot share a stage of this model, each with the reason."""
 
     def is_on_meta(self, model: nn.Module) -> bool:
         """Whether a model was built without weights."""
@@ -326,7 +326,7 @@ class ProcessAdapter(Protocol):
         """Return all that the latest Accelerator would write into a checkpoint beside the engine, by name."""
 
     def size_of_accelerate(self) -> int | None:
-        """The sequence-parallel size that accelerate was given; None where there is none."""
+        """Return the sequence-parallel size that accelerate was given; None where it was given none."""
 
     def loaders_over_replicas(
         self, sp_size: int, batches: ReplicaBatches | None, *, evaluates: bool = False
@@ -337,7 +337,7 @@ class ProcessAdapter(Protocol):
         """Let an Accelerator gather one value of each replica inside."""
 
     def gathered_from_replicas(self, stock: Function) -> Function:
-        """``gather`` or ``gather_object`` of accelerate, which takes a replica's first rank inside of that."""
+        """Return accelerate's ``gather`` or ``gather_object``, taking only replicas' first ranks where asked to."""
 
     def one_process_per_replica(self) -> AbstractContextManager[None]:
         """Let accelerate see replicas as its processes inside."""

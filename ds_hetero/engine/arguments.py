@@ -147,7 +147,7 @@ def refusals(
 
 
 def _reason(row: Argument | None, value: object, has_towers: bool, in_call: bool, in_pipelines: bool) -> str:
-    """Why a value is refused; empty where it is not."""
+    """Return why a value is refused; empty where it is allowed."""
     if is_in(value, _OFF if row is None else row.off):
         return ""
     if row is None:

@@ -1,4 +1,4 @@
-"""The one reader of ds_config.json: what it says, as values. Imports no framework.
+"""Reads ds_config.json: what it says, as values. Imports no framework.
 
 DeepSpeed's own reader of batch sizes is `installer`, since it writes them back.
 """

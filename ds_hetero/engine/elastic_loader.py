@@ -43,7 +43,7 @@ class ElasticLoader:
                 self.epoch += 1
 
     def state_dict(self) -> dict[str, object]:
-        """Where the job is."""
+        """Return the position of the job in its data."""
         return {"epoch": self.epoch, "loader": self._loader.state_dict()}
 
     def load_state_dict(self, state: dict[str, object]) -> None:

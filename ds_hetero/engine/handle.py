@@ -50,7 +50,7 @@ class Handle:
         self._model = model
 
     def for_engine(self, engine: Any) -> Handle:
-        """The same handle for one engine. Raises `ConfigError`: not built since `register`, or the handle was undone.
+        """Return the same handle for one engine. Raises `ConfigError`: not built since `register`, or undone.
 
         Args:
             engine: from `deepspeed.initialize`, with a "heterogeneity" section or without.
@@ -213,7 +213,7 @@ class Handle:
         return self._choose("mean").mean(values, batch, where, num_items)
 
     def ratio(self, total: Tensor, count: Tensor | float) -> Tensor:
-        """A term of a loss that is a sum divided by a number of one's own, where ranks take different batches.
+        """Return a loss term that is a sum divided by a number of the script's, where ranks take different batches.
 
             loss = handle.ratio(losses_of_boxes.sum(), num_boxes) + classes   # one process divides by all boxes
 

@@ -77,7 +77,7 @@ class LoaderByMode(LoaderAround):
             self._samples.set_epoch(epoch)
 
     def skipping(self, num_batches: int, skip: Callable[[Batch, int], Batch]) -> LoaderByMode:
-        """A loader whose next epoch of training begins after ``num_batches`` micro-batches."""
+        """Return a loader whose next epoch of training begins after ``num_batches`` micro-batches."""
         later = LoaderByMode(skip(self.dataloader, num_batches), self._given)
         later._model, later._samples, later._skipped = self._model, self._samples, num_batches
         return later

@@ -39,7 +39,7 @@ class MicroBatchOrder:
 
     @property
     def latest(self) -> MicroBatchWeights:
-        """The micro-batch that was given last, and is known."""
+        """The micro-batch that was given last; it must be known."""
         assert self._batch is not None
         return self._batch
 
@@ -49,13 +49,13 @@ class MicroBatchOrder:
         return self._batch is not None and not any(self._batch.counts)
 
     def give(self, batch: MicroBatchWeights | None) -> None:
-        """The next loss will be of this micro-batch; None: of an unknown one."""
+        """Note that the next loss will be of this micro-batch; None: of an unknown one."""
         self._batch = batch
         self._is_used = False
         self._following = []
 
     def give_step(self, batches: list[MicroBatchWeights]) -> None:
-        """The next losses will be of these micro-batches, one after another."""
+        """Note that the next losses will be of these micro-batches, one after another."""
         self.give(batches[0] if batches else None)
         self._following = batches[1:]
 

@@ -200,7 +200,7 @@ def _show(stock: Hook, kind: type[BaseException], error: BaseException, tracebac
 
 
 def _leave_behind(error: BaseException) -> None:
-    """In an elastic job, tell this process's agent why it ends."""
+    """Tell this process's agent why it ends, in an elastic job."""
     worker = own_worker()
     if worker is not None and not isinstance(error, KeyboardInterrupt):
         is_refusal = isinstance(error, HeteroError) and not isinstance(error, (PeerError, StepError))
@@ -423,7 +423,7 @@ def differing_lines(views: Sequence[Mapping[str, str]], labels: Mapping[str, str
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """``1.0 on rank 0, 2; missing on rank 1``: every value with its ranks."""
+    """Return every value with its ranks: ``1.0 on rank 0, 2; missing on rank 1``."""
     by_value = ranks_by_value(enumerate(values))
     return "; ".join(f"{_short(value)} on rank {', '.join(map(str, ranks))}" for value, ranks in by_value.items())
 
@@ -470,7 +470,7 @@ def expect_all_registered(
 
 
 def _missing_ranks(call: int) -> list[int]:
-    """The ranks that have not come to this call yet; this one says that it has."""
+    """Return the ranks that have not reached this call yet, and note that this one has."""
     try:
         store = PrefixStore(f"{_REGISTERED}/{call}", _get_default_store())
         store.set(str(dist.get_rank()), "here")

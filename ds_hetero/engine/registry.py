@@ -74,7 +74,7 @@ class _Living(Generic[T]):
         self._weak: list[weakref.ref[T]] = []
 
     def all(self) -> list[T]:
-        """Those that still exist."""
+        """All prepared models that still exist."""
         return [one for weak in self._weak if (one := weak()) is not None]
 
     @property
@@ -161,16 +161,16 @@ class Registry:
         )
 
     def note_unsplit(self, model: nn.Module | None) -> None:
-        """``model`` was prepared without a section."""
+        """Note that ``model`` was prepared without a section."""
         if model is not None:
             self._unsplit.add(model)
 
     def note_pipelined(self, stages: StagedModel) -> None:
-        """A model was cut into stages of pipelines."""
+        """Note that a model was cut into stages of pipelines."""
         self._pipelined.add(stages)
 
     def find_pipelined(self, model: nn.Module) -> StagedModel | None:
-        """The stage of ``model``, if it was cut into stages of pipelines."""
+        """Return the stage of ``model``; None if it was not cut into stages of pipelines."""
         return next((stages for stages in self._pipelined.all() if stages.model is model), None)
 
     def is_pipelined(self, model: nn.Module) -> bool:
@@ -182,7 +182,7 @@ class Registry:
         return next((known for known in self._prepared.all() if known.model.model is model), None)
 
     def find_split(self, model: nn.Module) -> SplitModel | None:
-        """``model`` as it is split, if it was prepared and does not run whole."""
+        """Return ``model`` as it is split; None if it was not prepared, or runs whole."""
         known = self.find(model)
         return None if known is None or isinstance(known.model, WholeModel) else known.model
 
@@ -216,7 +216,7 @@ class Registry:
         return self._request[1]
 
     def forget_request(self) -> None:
-        """The engine has been built: the next job reads its own section and plan."""
+        """Forget the request, once its engine has been built: the next engine reads its own section and plan."""
         self._request = None
 
     @waiting_for_peers("starting the job")
@@ -371,7 +371,7 @@ def _place_batches(known: PreparedModel, placer: DocumentPlacer | None) -> None:
 
 
 def _replanning_batches(prepared: PreparedModel, change_plan: Callable[[Plan], None]) -> Replanning:
-    """Of ranks that take whole samples: what fits is tried, unless a forward would gather parameters for it."""
+    """Return how batches are re-planned where ranks take whole samples; trials are left out where forwards gather."""
     start, weak, model = prepared.start, weakref.ref(prepared), prepared.model
     assert isinstance(model, WholeModel)
     tries = start.facts.training.zero_stage < 3

@@ -281,7 +281,7 @@ class WholeModel:
         return self.model.training
 
     def give(self, batch: MicroBatchWeights | None) -> None:
-        """The next loss will be of this micro-batch; None: of an unknown one."""
+        """Note that the next loss will be of this micro-batch; None: of an unknown one."""
         self.batches.give(batch)
 
     @property
@@ -294,7 +294,7 @@ class WholeModel:
         self.batches.expect_used()
 
     def end_backward(self) -> None:
-        """The backward of a loss has been run: forget its graph, and go on to the next micro-batch."""
+        """Forget the graph of a loss whose backward has run, and go on to the next micro-batch."""
         self.batches.end_backward()
         self.output_nodes = set()
         self.times_ranks.clear()

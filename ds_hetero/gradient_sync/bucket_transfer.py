@@ -87,7 +87,7 @@ class BucketTransfer:
         self._start("gradients to owners", send, self._to_owners, received, self._from_contributors)
 
     def reduced(self) -> Tensor:
-        """``[sources, owned elements]`` of what the sources sent; waits for it, and empties the bucket."""
+        """Wait for what the sources sent, return it as ``[sources, owned elements]``, and empty the bucket."""
         received = self._finish()
         self._missing = set(self.pieces)
         return received.view(len(self.sources), self._owned_size)

@@ -34,7 +34,7 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the rank's tensor: 1-D for a part of the flat elements."""
+        """Shape of the rank's tensor: 1-D for a part of the flat elements."""
         shape, dim = self.layout.shape, self.cut.dim
         size = self.stop - self.start
         if dim is not None:
@@ -87,7 +87,7 @@ def held_box(tensor: Tensor) -> Box:
 
 
 def _torch_chunk(size: int, num_parts: int, part: int) -> tuple[int, int]:
-    """Where a DTensor is cut: as torch.chunk cuts, 10 rows over 4 ranks as 3, 3, 3 and 1."""
+    """Return where torch.chunk cuts a DTensor: 10 rows over 4 ranks as 3, 3, 3 and 1."""
     step = -(-size // num_parts)  # rounded up
     start = min(step * part, size)
     return start, min(start + step, size)

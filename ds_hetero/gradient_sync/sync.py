@@ -292,7 +292,7 @@ class AsymmetricGradientSync:
 
     @torch.no_grad()
     def _take_first_replica(self, transfers: Sequence[BucketTransfer]) -> None:
-        """Every owner takes what the first replica holds, and every holder what the owners have."""
+        """Let every owner take the values of the first replica, and every holder those of the owners."""
         for transfer in transfers:
             for name in transfer.pieces:
                 transfer.pack(name, local_tensor(self._parameters[name]), self._shards[name])
@@ -402,7 +402,7 @@ def _by_chunk(transfer: BucketTransfer, values: Tensor) -> Iterator[tuple[Chunk,
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """This rank's gradient; of a DTensor, cut as the parameter is, since autograd may leave partial sums."""
+    """Return this rank's gradient; that of a DTensor is cut as the parameter, since autograd may leave partial sums."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = gradient.redistribute(placements=parameter.placements)

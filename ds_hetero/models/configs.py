@@ -1,4 +1,4 @@
-"""From the content of a Hugging Face config.json to a `ModelSpec`, by its keys and not by its type."""
+"""Makes a `ModelSpec` of the content of a Hugging Face config.json, by its keys and not by its type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights are trained: all of them, or adapters beside frozen ones (LoRA, QLoRA).
+"""Weights that are trained: all of them, or adapters beside frozen ones (LoRA, QLoRA).
 
 Adapters stand beside every matmul with a weight of a layer, as PEFT's ``target_modules="all-linear"`` puts them there.
 Sources: LoRA (arXiv:2106.09685), and QLoRA for frozen weights in few bits (arXiv:2305.14314).

@@ -1,4 +1,4 @@
-"""Which backend of a process group carries this rank's tensors, and by what it pairs messages.
+"""Backends of a process group: which one carries this rank's tensors, and by what it pairs messages.
 
 ``torch.distributed.get_backend`` names what ``init_process_group`` was given, and that is not always a backend: without
 an argument it says "undefined", and "cuda:nccl,cpu:gloo" is one name for two. The configuration of a group has one
@@ -68,7 +68,7 @@ def gathers_unequal_parts(group: ProcessGroup | None = None) -> bool:
 
 
 def message_device(group: ProcessGroup | None = None) -> torch.device:
-    """Where small tensors must live to be exchanged by ``group``, or by the whole job."""
+    """Return the device of small tensors that ``group``, or the whole job, exchanges."""
     if _KNOWN[backend_of(group)].takes_host_tensors:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

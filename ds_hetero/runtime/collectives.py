@@ -75,7 +75,7 @@ _messages_group: tuple[ProcessGroup, ProcessGroup] | None = None  # the default 
 
 
 def messages_group() -> ProcessGroup:
-    """All ranks, in a process group for the messages of this module; the first call makes it, on every rank."""
+    """Return the process group of all ranks for this module's messages; the first call makes it, on every rank."""
     global _messages_group
     world = dist.group.WORLD
     assert world is not None
@@ -95,7 +95,7 @@ def _agreed_name() -> str:
 
 
 def timeout_of_job() -> timedelta:
-    """After how long a collective of the default process group gives up; for groups beside it."""
+    """Return the timeout of the default process group's collectives, for other groups."""
     world = dist.group.WORLD
     assert world is not None
     timeout: timedelta = world._get_backend(message_device()).options._timeout
@@ -202,7 +202,7 @@ class _Failure(NamedTuple):
 
     @property
     def rule(self) -> type[HeteroError] | None:
-        """The class of the rule of ds_hetero's that was broken; None for any other error."""
+        """Return the class of the ds_hetero rule that was broken; None for any other error."""
         named = getattr(errors, self.class_name, None)
         return named if isinstance(named, type) and issubclass(named, HeteroError) else None
 

@@ -54,7 +54,7 @@ def drop_part(x: Tensor, p: float, dim: int, start: int, size: int) -> Tensor:
 
 
 class CutHeads(TorchFunctionMode):
-    """Inside, dropout of the probabilities of a rank's heads, ``[b, h, L, L]``, takes its part of the mask of all.
+    """Lets dropout of a rank's attention probabilities, ``[b, h, L, L]``, use its part of the mask of all heads.
 
     Args:
         start: first head of this rank.

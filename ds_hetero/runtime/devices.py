@@ -1,4 +1,4 @@
-"""Which device this rank computes on, and in which type."""
+"""Device that this rank computes on, and its types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SPARE_MEMORY = 0.95  # of a device, for what grows with the work on it
 
 
 def default_device() -> torch.device:
-    """This rank's accelerator; the CPU where there is none, or where ``DS_ACCELERATOR`` has DeepSpeed use it.
+    """Return this rank's accelerator; the CPU where there is none, or where ``DS_ACCELERATOR`` says so.
 
     Raises:
         ConfigError: the accelerator is neither an NVIDIA nor an AMD GPU. A build of torch for GPUs on a machine without
@@ -41,7 +41,7 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
 
 def copied_to(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A table of the host's memory on a device, without waiting for what runs there.
+    """Copy a table of the host's memory to a device, without waiting for what runs there.
 
     A copy from pageable memory waits for the device's stream, which inside a layer is a gap in every step.
     """
@@ -68,7 +68,7 @@ def device_memory_bytes() -> int:
 
 
 def possible_growth(device: torch.device) -> float:
-    """By what factor the memory in use on this device could grow; infinite on the host."""
+    """Return the factor by which memory in use on this device could grow; infinity on the host."""
     if device.type != "cuda":
         return inf
     total = torch.cuda.get_device_properties(device).total_memory

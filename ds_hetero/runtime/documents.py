@@ -33,7 +33,7 @@ def documents_from_positions(positions: Tensor) -> list[Documents]:
 
 
 def position_runs(positions: Tensor) -> PositionRuns:
-    """Where position ids [B, L] do not go on by one, with the value they begin anew with."""
+    """Return where position ids [B, L] do not go on by one, and the values that they begin anew with."""
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     rows: list[list[tuple[int, int]]] = [[] for _ in positions]

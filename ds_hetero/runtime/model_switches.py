@@ -33,7 +33,7 @@ _REMEDY = {
 
 
 def checksum(numbers: Iterable[int]) -> int:
-    """Of small numbers in their order, 32 bits; numbers above 255 count as 255."""
+    """Return a checksum of small numbers in their order, 32 bits; numbers above 255 count as 255."""
     return crc32(bytes(min(int(number), 255) for number in numbers))
 
 

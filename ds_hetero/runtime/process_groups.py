@@ -93,7 +93,7 @@ class ProcessGroups:
         return [(ranks, purpose, group) for (ranks, purpose), group in self._made.items()]
 
     def connections_of(self, group: ProcessGroup) -> Connections:
-        """The connections of ``group``, which may be one that was made elsewhere; on every rank of it the same."""
+        """Return the connections of ``group``, which may have been made elsewhere; the same on every rank of it."""
         return self._connections.setdefault(group, Connections(group))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on this rank, measured without making the device wait.
+"""Clock of a step: where its time goes on this rank, measured without making the device wait.
 
 A step has passes, forward and backward of its micro-batches, and a pass has phases. A replica of one stage runs its
 passes in the engine's forward and backward:
@@ -136,7 +136,7 @@ _UNNAMED = nullcontext()
 
 
 def _named(name: str) -> AbstractContextManager[object]:
-    """The range of a name in the trace of torch's profiler; nothing where none runs, since naming takes 6 us."""
+    """Return the range of a name in torch's profiler; nothing where none runs, since naming takes 6 us."""
     return record_function(RANGE_PREFIX + name) if profiler._is_profiler_enabled else _UNNAMED
 
 

@@ -105,7 +105,7 @@ class CallWatch:
                 self._end(failure)
 
     def _gone(self) -> str:
-        """Why other ranks cannot go on, as this one sees it; empty if they can."""
+        """Return why other ranks cannot go on, as this one sees it; empty if they can."""
         was_told_to_end = self._terminations.arrived()
         if dead := self._processes.dead():
             return f"{ranks_text(dead)} ended meanwhile: killed, or crashed without a last word"

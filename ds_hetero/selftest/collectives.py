@@ -58,7 +58,7 @@ def _reduce_scatter(session: Session) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _broadcasts(session: Session) -> tuple[list[Tensor], list[Tensor]]:
-    """How ZeRO with unequal partitions gathers: one broadcast per owner, all under way at once."""
+    """Gather as ZeRO with unequal partitions does: one broadcast per owner, all under way at once."""
     wanted = [_part(rank, session) for rank in range(session.size)]
     got = [part.clone() if rank == session.rank else torch.empty_like(part) for rank, part in enumerate(wanted)]
     works = [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(got) if part.numel()]

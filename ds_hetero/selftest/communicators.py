@@ -107,7 +107,7 @@ def _num_values(num_ranks: int) -> int:
 
 
 def _exchange(sent: Tensor, received: Tensor, before: int, after: int, group: ProcessGroup) -> None:
-    """To the next rank, from the one before; a group of one sends to nobody."""
+    """Send to the next rank, and receive from the one before; a group of one sends nothing."""
     if before == dist.get_rank():
         received.copy_(sent)
         return

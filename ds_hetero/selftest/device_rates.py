@@ -1,4 +1,4 @@
-"""How fast devices and links are, beside what the catalogue says of them; for information."""
+"""Rates of devices and links, beside those of the catalogue; for information."""
 
 from __future__ import annotations
 

@@ -86,13 +86,13 @@ def _layouts(size: int) -> dict[str, ParameterLayout]:
 
 
 def _whole_numbers(layout: ParameterLayout, dtype: torch.dtype, seed: int, session: Session) -> Tensor:
-    """From -9 to 9, the same on every rank."""
+    """Return random whole numbers from -9 to 9, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-9, 10, layout.shape, generator=generator).to(session.device, dtype)
 
 
 def _part(whole: Tensor, cut: Cut, rank: int) -> Tensor:
-    """What a rank holds of ``whole``, which may be all of it."""
+    """Return the part of ``whole`` that a rank holds, which may be all of it."""
     extent = cut.part(rank)
     assert extent is not None
     start, stop = extent

@@ -50,7 +50,7 @@ _COMMAND = [sys.executable, "-m", "ds_hetero.selftest.killed_rank"]
 
 
 class _Ending(NamedTuple):
-    """How the process of a rank has ended."""
+    """How the process of a rank ended."""
 
     code: int | None  # None if it had to be killed
     seconds: float  # from its last call on
@@ -58,7 +58,7 @@ class _Ending(NamedTuple):
 
 
 def check_killed_rank(session: Session) -> Iterator[Line]:
-    """One line: what the others said, and after how many seconds the last of them had ended."""
+    """Return one line: what the others said, and after how many seconds the last of them had ended."""
     if session.size == 1 or "MASTER_ADDR" not in os.environ:
         yield Line(_NAME, "skip", "one process has nobody who would miss it")
         return

@@ -1,4 +1,4 @@
-"""What a check says of one rank, and the same put together over all ranks."""
+"""Lines of a check: what it says of one rank, and the same put together over all ranks."""
 
 from __future__ import annotations
 

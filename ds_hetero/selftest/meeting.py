@@ -1,4 +1,4 @@
-"""Where ranks meet while collectives are in question: the launcher's key-value store.
+"""Meeting of ranks while collectives are in question: the launcher's key-value store.
 
 A store knows who has come to which call, also when that call hangs. It is the one at MASTER_ADDR and MASTER_PORT, kept
 by torchrun's agent, or else by rank 0.
@@ -30,7 +30,7 @@ _GONE = "its process has ended"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the test cannot go on."""
+    """The reason why the test cannot go on."""
 
     rank: int
     number: int  # of the call, which counts alike on all ranks
@@ -73,7 +73,7 @@ class Meeting:
         self.store.set(f"process/{rank}", json.dumps(process))
 
     def process(self, rank: int) -> JsonDict | None:
-        """The process that a rank has introduced itself with; None where it has not yet."""
+        """Return the process that a rank has introduced itself with; None where it has not yet."""
         key = f"process/{rank}"
         if not self.store.check([key]):
             return None
@@ -89,7 +89,7 @@ class Meeting:
         self.store.set(f"site/{self.rank}", site)
 
     def standing(self, number: int, dead: Collection[int] = ()) -> list[str]:
-        """Where every rank is, seen from call ``number``: one line for the ranks that are at the same place.
+        """Describe where every rank is, seen from call ``number``: one line for ranks at the same place.
 
         Args:
             dead: ranks that will not answer, as their processes are gone.

@@ -86,5 +86,5 @@ def _train(model: nn.Module, plan: Plan, batch: Mapping[str, Tensor], dtype: tor
 
 
 def _shape(plan: Plan) -> str:
-    """``"stages 4+2"``."""
+    """Return the stages as ``"stages 4+2"``."""
     return "stages " + "+".join(str(len(pipeline.stages)) for pipeline in plan.pipelines)

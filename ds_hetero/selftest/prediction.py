@@ -120,7 +120,7 @@ class _Setting:
 
     @property
     def ds_config(self) -> JsonDict:
-        """Without the schedule."""
+        """The configuration, without the schedule."""
         precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype)
         return {
             "train_micro_batch_size_per_gpu": 1,

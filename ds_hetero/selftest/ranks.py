@@ -26,7 +26,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def describe_rank(with_host_name: bool) -> JsonDict:
-    """This rank, as JSON; with ``error`` alone where it has a device that cannot be used.
+    """Describe this rank, as JSON; with ``error`` alone where its device cannot be used.
 
     Args:
         with_host_name: tell the host's name; otherwise hosts are told apart by a hash that is not reported.
@@ -108,7 +108,7 @@ def check_ranks(ranks: Sequence[JsonObject]) -> None:
 
 
 def trained_dtype_of(ranks: Sequence[JsonObject]) -> torch.dtype:
-    """The 16-bit type that these ranks can train in together: bfloat16 where all have it; on CPUs too, if slowly."""
+    """Return the 16-bit type that all these ranks can train in: bfloat16 where all have it, on CPUs too, if slowly."""
     return torch.bfloat16 if all("bfloat16" in described["native_types"] for described in ranks) else torch.float16
 
 

@@ -46,7 +46,7 @@ class Report:
         return not any(line.status == "fail" for line in self.lines)
 
     def to_dict(self) -> JsonDict:
-        """As JSON."""
+        """Return the report as JSON."""
         ranks = [{key: value for key, value in rank.items() if key not in _PRIVATE} for rank in self.ranks]
         return {
             "version": 1,

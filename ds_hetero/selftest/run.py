@@ -158,7 +158,7 @@ def _run_checks(state: _Run) -> None:
 
 
 def _make_process_group(meeting: Meeting, device: torch.device, limit_s: float) -> None:
-    """The default process group, over the store at which the ranks have met; the watch's limit ends before its own."""
+    """Make the default process group over the store where the ranks met; the watch's limit ends before its own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):

@@ -30,5 +30,5 @@ class Session:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"``."""
+    """Name of the type, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ NUM_HEADS, NUM_KV_HEADS = 8, 4
 
 
 def uneven_schedules(size: int) -> dict[str, Schedule]:
-    """By name: one group, a ring of single ranks, and, from three ranks on, a ring of two groups with other cuts."""
+    """Return schedules by name: one group, a ring of single ranks, and from three ranks on a ring of two groups."""
     ranks = tuple(range(size))
     schedules = {"ragged exchange": _schedule([ranks]), "ring": _schedule([(rank,) for rank in ranks])}
     if size >= 3:

@@ -1,4 +1,4 @@
-"""How replicas, and the ZeRO owners, cut a parameter: what the user of the gradient synchronization says."""
+"""Layouts of parameters: how replicas and ZeRO owners cut them, as users of the gradient synchronization say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_hetero.values.splits import Split
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the ranks of one replica, or the ZeRO owners, cut a parameter between them.
+    """A cut of a parameter between the ranks of one replica, or the ZeRO owners.
 
     Args:
         partial: gradients of copies are parts of a sum (a norm under Megatron's sequence parallelism, a KV head that
@@ -55,7 +55,7 @@ class Cut:
         return tuple(chain.from_iterable(self.holders))
 
     def part(self, rank: int) -> tuple[int, int] | None:
-        """``(start, stop)`` along ``dim`` of what ``rank`` holds; None if it holds nothing."""
+        """Return ``(start, stop)`` along ``dim`` of the part of ``rank``; None if it holds nothing."""
         for holders, extent in zip(self.holders, Split(self.sizes).ranges, strict=True):
             if rank in holders:
                 return extent

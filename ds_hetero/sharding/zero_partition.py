@@ -1,4 +1,4 @@
-"""Who owns which elements under weighted ZeRO: plain integers, the same on every rank and every machine.
+"""Owners of elements under weighted ZeRO: plain integers, the same on every rank and every machine.
 
 Stages 1 and 2 cut the flat vector of a parameter group once, `cut_flat_group`. Stage 3 cuts every parameter by itself,
 `cut_parameter`. Imports no torch.
@@ -102,7 +102,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """Where the parameters of a group lie in its flat vector, and who owns which range of that.
+    """Places of a group's parameters in its flat vector, and the owner of each range of it.
 
     Args:
         starts: of every parameter in the flat vector, in the order of the optimizer's group; `round_robin_order` and
@@ -134,7 +134,7 @@ def round_robin_order(num_parameters: int, num_ranks: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """``count`` elements of part ``source`` of one cut, from ``in_source`` on, that belong at ``in_target``."""
+    """A run of ``count`` elements, at ``in_source`` in part ``source`` of one cut, that belongs at ``in_target``."""
 
     source: int
     in_source: int
@@ -143,7 +143,7 @@ class Move:
 
 
 def moves(saved: FlatGroup, wanted: FlatGroup, part: int) -> tuple[Move, ...]:
-    """How to make ``part`` of ``wanted`` of parts of ``saved``, in few moves. Raises `ValueError`: impossible.
+    """Return the few moves that make ``part`` of ``wanted`` of parts of ``saved``. Raises `ValueError`: impossible.
 
     Both lay the same parameters out, in any order, with any padding, cut for any number of ranks.
     """

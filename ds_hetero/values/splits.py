@@ -31,12 +31,12 @@ class Split:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """``len(sizes) + 1`` boundaries, from 0 to ``total``."""
+        """Boundaries of the parts, ``len(sizes) + 1`` of them, from 0 to ``total``."""
         return tuple(accumulate(self.sizes, initial=0))
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """``(start, stop)`` of every part."""
+        """Range ``(start, stop)`` of every part."""
         return tuple(pairwise(self.cuts))
 
     def owner(self, unit: int) -> int:

@@ -142,7 +142,7 @@ class ElasticEngine:
         return result
 
     def end_batch(self) -> None:
-        """Where a loop of its own asks for the next batch, and so has done all that belongs to a step: save, or end."""
+        """Save or end, when a custom loop requests the next batch and so has finished a step."""
         if self._unsaved_step is not None:
             step, self._unsaved_step = self._unsaved_step, None
             self.after_step(step)
@@ -161,7 +161,7 @@ class ElasticEngine:
         self._snapshots().after_step(step)
 
     def leave_if_due(self) -> None:
-        """Between two steps: end, if all ranks have agreed to; see `Snapshots.leave_if_due`."""
+        """End this process between two steps, if all ranks have agreed to; see `Snapshots.leave_if_due`."""
         if self.snapshots is not None:
             self.snapshots.leave_if_due()
 
@@ -181,7 +181,7 @@ class ElasticEngine:
         return not self._with_frozen and self._frozen.has_changed()
 
     def _take(self, has_changed: bool) -> Content:
-        """This rank's state: what the engine alone changes, by reference; the rest is copied before the script goes on.
+        """Collect this rank's state: by reference what only the engine changes; the rest is copied before going on.
 
         Args:
             has_changed: whether parameters that are not trained have been changed on any rank.
@@ -390,7 +390,7 @@ def _expect_supported(engine: Any) -> None:
 
 
 def _fingerprint(engine: Any, stages: list[Described] | None) -> str:
-    """Of names and shapes of the parameters, and of the stage: what a save must agree in to be loaded."""
+    """Return a hash of names and shapes of the parameters and of the stage, in which a save must agree."""
     kind = engine.zero_optimization_stage() if stages is None else "pipelines"
     shapes = describe_parameters(engine.module) if stages is None else stages
     return hashlib.sha256(repr((kind, shapes)).encode()).hexdigest()[:16]

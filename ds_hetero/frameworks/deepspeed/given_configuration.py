@@ -14,7 +14,7 @@ from ds_hetero.frameworks.deepspeed.protocols import Arguments
 
 
 def given_configuration(given: Arguments) -> DsConfig | None:
-    """The configuration as a mapping, by the rules of `deepspeed.initialize`; None where that will complain."""
+    """Return the configuration as a mapping, by the rules of `deepspeed.initialize`; None where that will complain."""
     config = given.get("config") or given.get("config_params") or getattr(given.get("args"), "deepspeed_config", None)
     if config is None or isinstance(config, Mapping):
         return config
@@ -45,7 +45,7 @@ def agreed_configuration(given: Arguments) -> DsConfig | None:
 
 
 def init_distributed(given: Arguments) -> None:
-    """As `deepspeed.initialize` would a moment later; ranks choose their device before they first speak."""
+    """Make the process group as `deepspeed.initialize` would a moment later; ranks choose their devices first."""
     accelerator = deepspeed.get_accelerator()
     if "LOCAL_RANK" in os.environ:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))

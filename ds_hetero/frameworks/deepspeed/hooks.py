@@ -128,13 +128,13 @@ def take_times(hooked: HookedEngine) -> None:
 
 
 def check_step(hooked: HookedEngine) -> None:
-    """Before the optimizer's step: compare what all ranks know of it; none of an accumulation."""
+    """Compare what all ranks know of a step, before the optimizer's step; not amid an accumulation."""
     if hooked.checks is not None and hooked.engine.is_gradient_accumulation_boundary():
         hooked.checks.judge()
 
 
 def note_forward(hooked: SplitEngine) -> None:
-    """Before a forward of training: note what it runs under, and where its graph begins."""
+    """Note the modes that a forward of training runs under, and where its graph begins, before it."""
     if hooked.switches is not None and torch.is_grad_enabled():
         hooked.switches.note_forward(default_device().type)
     if hooked.model.graphs is not None and torch.is_grad_enabled():
@@ -142,7 +142,7 @@ def note_forward(hooked: SplitEngine) -> None:
 
 
 def compare_changed(hooked: SplitEngine) -> None:
-    """Before the optimizer's step, where losses were made of other operations: compare a piece of a batch again."""
+    """Compare a piece of a batch again, before the optimizer's step, where losses were made of other operations."""
     model = hooked.model
     if not isinstance(model, WholeModel) and model.graphs is not None and model.graphs.take_change():
         model.checks.check_again()
@@ -195,7 +195,7 @@ def time_forward(hooked: SplitEngine) -> Iterator[None]:
 
 
 def find_unit(hooked: SplitEngine, forward: Function, *args: object, **kwargs: object) -> object:
-    """Before the first forward on unlike batches: find by what its loss is to be weighed."""
+    """Find the unit by which losses are weighed, before the first forward on unlike batches."""
     if isinstance(hooked.model, WholeModel) and hooked.model.needs_probe:
         hooked.model.find_unit(args, kwargs)
     return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint of DeepSpeed's, in files or in no files: taken by reference then, and loaded from memory.
+"""Parts of DeepSpeed's checkpoints, in files or in memory, where they are taken by reference.
 
 DeepSpeed's own methods say what belongs to a checkpoint and put it back, through their checkpoint engine; so any layout
 of the parts loads under any other, as from disk.
@@ -36,7 +36,7 @@ def state_in_memory(path: str) -> dict[str, Any] | None:
 
 
 def is_in_memory() -> bool:
-    """Whether the checkpoint that is being loaded is no files."""
+    """Whether the checkpoint that is being loaded lies in memory, not in files."""
     return bool(_states)
 
 

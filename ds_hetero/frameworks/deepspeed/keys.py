@@ -370,7 +370,7 @@ def _paths(value: Content, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _reason(path: str, value: object, key: Key, pipelines: bool) -> str:
-    """Why a value is refused; empty where it is not."""
+    """Return why a value is refused; empty where it is allowed."""
     if key.kind == "refused" and not is_in(value, key.off):
         return key.why
     if pipelines and key.with_pipelines and not is_in(value, key.off_with_pipelines) and not _is_detail(path):

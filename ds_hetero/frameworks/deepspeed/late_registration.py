@@ -16,7 +16,7 @@ _built_while_registered: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
 
 
 def expect_no_engine() -> None:
-    """At registration, refuse engines built before it from a configuration with a section. Raises `ConfigError`."""
+    """Refuse engines that were built with a section before registration. Raises `ConfigError`."""
     if not dist.is_initialized():
         return  # and so there is none; a look at all objects takes some tenths of a second
     for one in gc.get_objects():
@@ -33,5 +33,5 @@ def expect_no_engine() -> None:
 
 
 def note_engine(engine: DeepSpeedEngine) -> None:
-    """``engine`` was built while registered."""
+    """Note that ``engine`` was built after registration."""
     _built_while_registered.add(engine)

@@ -73,7 +73,7 @@ def expect_one_save(engine: Engine, folder: Path, *, with_optimizer: bool) -> Ma
 
 
 class _Save(NamedTuple):
-    """Which save a manifest is of."""
+    """Identity of the save that a manifest belongs to."""
 
     save_id: str
     step: int

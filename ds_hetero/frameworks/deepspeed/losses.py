@@ -108,7 +108,7 @@ class LossScaling:
         return loss
 
     def release(self) -> None:
-        """The backward of a loss has been run: leave its graph as it was."""
+        """Leave the graph of a loss as it was, after its backward."""
         if self._weighing is not None:
             self._weighing.release()
 
@@ -132,7 +132,7 @@ class LossScaling:
         return rescaled_loss(loss, convention, num_tokens, replica, num_items if needs_items else None, divisor)
 
     def expect_scaled(self) -> None:
-        """Before a step, refuse gradients of a loss that needed scaling. Raises `ConfigError` on every rank."""
+        """Refuse gradients of a loss that needed scaling, before a step. Raises `ConfigError` on every rank."""
         model = self._model
         if model.end_step() and (model.loss_convention is not None or model.replica.batch_split is not None):
             raise ConfigError(
@@ -185,7 +185,7 @@ class BackwardsOfStep:
         self._are_averaged = False  # the gradients, for the step
 
     def begin(self) -> None:
-        """A backward begins. Raises `StepError`: it would drop the gradients of the one before."""
+        """Note that a backward begins. Raises `StepError`: it would drop the gradients of the one before."""
         stage = self._engine.zero_optimization_stage()
         if self._are_averaged and stage in (1, 2) and not self._engine.inside_no_sync_ctxt:
             raise StepError(
@@ -201,10 +201,10 @@ class BackwardsOfStep:
             optimizer.clear_backward_seen_flag()
 
     def end(self) -> None:
-        """A backward has ended."""
+        """Note that a backward has ended."""
         is_last = self._engine.is_gradient_accumulation_boundary() and not self._engine.inside_no_sync_ctxt
         self._are_averaged = self._are_averaged or is_last
 
     def forget(self) -> None:
-        """The gradients have been used or dropped."""
+        """Note that the gradients have been used or dropped."""
         self._are_averaged = False

@@ -22,20 +22,20 @@ Arguments = Mapping[str, Any]
 
 
 class BatchSizes(Protocol):
-    """Of `deepspeed.runtime.config.DeepSpeedConfig`: the batch that the engine reports."""
+    """The batch that an engine reports, in `deepspeed.runtime.config.DeepSpeedConfig`."""
 
     train_batch_size: int
     train_micro_batch_size_per_gpu: int
 
 
 class ThroughputTimer(Protocol):
-    """Of `deepspeed.utils.timer.ThroughputTimer`."""
+    """The part of `deepspeed.utils.timer.ThroughputTimer` that is used here."""
 
     batch_size: int
 
 
 class CheckpointEngine(Protocol):
-    """Of `deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine`."""
+    """The part of `deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine` that is used here."""
 
     def is_decoupled(self) -> bool:
         """Whether files are written after ``save`` has returned."""
@@ -85,7 +85,7 @@ class Engine(Protocol):
 
 
 class ZeroShard(Protocol):
-    """``ds_tensor`` of a parameter of ZeRO-3: this rank's shard, a tensor with these attributes."""
+    """This rank's shard of a ZeRO-3 parameter, ``ds_tensor``: a tensor with these attributes."""
 
     data: Tensor
     device: torch.device

@@ -159,7 +159,7 @@ def _finish(folder: Path, manifest: Manifest) -> None:
 
 
 def _publish_on_node(engine: Engine, folder: Path, manifest: Manifest) -> None:
-    """On a node that does not share rank 0's disk, do there what rank 0 has done on its own."""
+    """Publish a checkpoint as rank 0 does, on a node that does not share rank 0's disk."""
     if dist.get_rank() > 0 and engine.local_rank == 0 and draft_of(folder).is_dir():
         # A shared disk may show for a while what rank 0 has renamed.
         with _naming(folder), contextlib.suppress(FileNotFoundError):

@@ -65,7 +65,7 @@ class StockUlysses:
         return pending
 
     def register(self, stock: Function, cls: type, *args: Any, **kwargs: Any) -> object:
-        """In the place of ``UlyssesSPAttentionHF.register_with_transformers``.
+        """Replace ``UlyssesSPAttentionHF.register_with_transformers``.
 
         With a known section the model is converted; without any, stock runs and may be undone later.
         """
@@ -100,7 +100,7 @@ class StockUlysses:
     def adapt(
         self, stock: Function, adapter: Any, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any
     ) -> None:
-        """In the place of ``UlyssesSPDataLoaderAdapter.__init__``.
+        """Replace ``UlyssesSPDataLoaderAdapter.__init__``.
 
         With a converted model the new object becomes a `ModelLoader`, before it has anything of the adapter's; in a
         loop of sharded calls, a `WholeLoader`.
@@ -122,7 +122,7 @@ class StockUlysses:
 
 
 def refuse_shards(registry: Registry, stock: Function, *args: object, **kwargs: object) -> object:
-    """In the place of ``TiledFusedLogitsLoss.forward``. Raises `ModelError`: some model in training takes shards."""
+    """Replace ``TiledFusedLogitsLoss.forward``. Raises `ModelError`: some model in training takes shards."""
     models = [prepared.model for prepared in registry.in_training]
     if any(model.takes_shards and model.replica.sp_size > 1 for model in models):
         raise ModelError(

@@ -46,7 +46,7 @@ class AttentionSpec:
     sinks: Tensor | None = None  # [H], a logit per head that takes part in the softmax and carries no value (gpt-oss)
 
     def scores(self, head_dim: int) -> Scores:
-        """How scores of heads of this size are made."""
+        """Return how attention scores of heads of this size are made."""
         return Scores(head_dim**-0.5 if self.scale is None else self.scale, self.softcap)
 
 

@@ -1,4 +1,4 @@
-"""How the calls of one lane step act on tensors: one block at a time, or all blocks of a kind in one call.
+"""Calls of one lane step on tensors: one block at a time, or all blocks of a kind in one call.
 
 Documents of a lane step are blocks of their own. A kernel that takes many at a time is given them one behind the
 other; short documents then cost one launch together, and not one each.
@@ -160,7 +160,7 @@ def _taken(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
 
 
 def packed_calls(calls: Sequence[KernelCall]) -> tuple[Call, ...]:
-    """The same work as ``calls``, of one sub-ring and step of a batch of one row, in as few calls as may be.
+    """Return the same work as ``calls``, of one sub-ring and step of a batch of one row, in as few calls as possible.
 
     Together are blocks with the same heads and the same window, as flash-attention counts it, that share no query and
     no key. Calls that are the first to have their queries come first: none of their queries is in any other of these.
@@ -232,7 +232,7 @@ def add_columns_(grad: Tensor, part: Tensor, columns: tuple[Range, ...], first: 
 
 @lru_cache(maxsize=256)
 def index_of(columns: tuple[Range, ...], device: torch.device) -> Tensor:
-    """The indices in ``columns``, one behind the other."""
+    """Return the indices that lie in the ranges ``columns``, one range after the other: [n]."""
     return copied_to(torch.cat([torch.arange(start, stop) for start, stop in columns]), device)
 
 
@@ -253,5 +253,5 @@ def block_like(q: Tensor, ring: Ring, tokens: int, dtype: torch.dtype) -> list[T
 
 
 def only(blocks: Mapping[int, list[Tensor]], keep: Set[int]) -> dict[int, list[Tensor]]:
-    """Those blocks whose sources are in ``keep``."""
+    """Return the blocks whose sources are in ``keep``."""
     return {source: block for source, block in blocks.items() if source in keep}

@@ -54,7 +54,7 @@ class LocalBatch:
 
     @property
     def documents_from(self) -> str:
-        """Where the documents of the forward would be read from."""
+        """Name of the argument that the forward's documents would be read from."""
         if self.cu_seqlens is not None:
             return BOUNDARIES
         return POSITIONS if self.attention_mask is None else MASK

@@ -31,7 +31,7 @@ from ds_hetero.runtime.step_clock import ALL_TO_ALL, Clock
 def to_attention(
     qkv: Sequence[Tensor], replica: Replica, batch: BatchLayout, clock: Clock
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the tokens that this rank holds to those that it attends to.
+    """Move tokens from the ranks that hold them to the ranks that attend to them.
 
         qkv     [B, n, s, D] each
         result  [B, n, t, D] each; the same tensors where the placement moves nothing

@@ -247,7 +247,7 @@ _Call = tuple[int, Call]  # with the index of its sub-ring
 
 
 def _portions(ring: Ring, source: int | None, channel: Channel, is_packed: bool) -> Iterator[Sequence[_Call]]:
-    """The calls of one step: together, but one by one in a lane without a ring, during which others may go on."""
+    """Return the calls of one step together; in a lane without a ring one by one, so that others go on in between."""
     if source is None:
         return
     calls = _calls(ring, source, is_packed)

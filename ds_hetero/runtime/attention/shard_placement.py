@@ -29,7 +29,7 @@ class KnownPlacement:
 def known_placement(
     schedules: Sequence[Schedule], recent: Sequence[KnownPlacement], headers: Sequence[Header]
 ) -> KnownPlacement | None:
-    """The placement by documents for which the shards were cut; None if there is none.
+    """Return the placement by documents for which the shards were cut; None if there is none.
 
     It is the one that the shards name. Where a framework has lost the name, it is the latest whose shards have the
     same tokens, the same sum of position ids and the same weighted sum on every rank.
@@ -66,7 +66,7 @@ def expect_same_documents(known: KnownPlacement, local: LocalBatch) -> None:
 def placement_of_shards(
     schedules: Sequence[Schedule], own: Placement | None, headers: Sequence[Header], expects_plain: bool
 ) -> Placement:
-    """The placement for which the shards were cut: the loader's, or one that fits their sizes and positions.
+    """Return the placement for which the shards were cut: the loader's, or one that fits their sizes and positions.
 
     Args:
         expects_plain: shards of unknown origin must have plain positions, since others are placed by documents.

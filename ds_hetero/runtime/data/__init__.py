@@ -1,1 +1,1 @@
-"""From a loader of whole batches to the shards of one rank."""
+"""Loaders: batches of one process are read, and cut into the shards of each rank."""

@@ -1,4 +1,4 @@
-"""How many samples a rank has memory for, found by forwards and backwards that leave nothing behind.
+"""Trials of how many samples a rank has memory for: forwards and backwards that leave nothing behind.
 
     trial = BatchTrial(model)                  # and ``trial.note(args, kwargs)`` before every forward of training
     rows = trial.most(12)                      # 12, or the most of them that did not run out of memory

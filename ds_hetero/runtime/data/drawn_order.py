@@ -26,7 +26,7 @@ class DrawnOrder:
         self._drawn_by = "the loader"
 
     def begin(self, drawn_by: str) -> None:
-        """An epoch begins, whose order is drawn by an object of this class."""
+        """Note that an epoch begins whose order is drawn by an object of this class."""
         self._after, self._drawn_by = [(0, 0)], drawn_by
 
     def add(self, drawn: Any) -> None:
@@ -120,7 +120,7 @@ def note_order(dataloader: Any) -> DrawnOrder:
 
 
 def batches_drawn(dataloader: Any, num_used: int) -> int:
-    """How many batches the noted sampler has drawn for the ``num_used`` that this rank was given."""
+    """Return how many batches the noted sampler has drawn for the ``num_used`` that this rank was given."""
     loader = getattr(dataloader, "base_dataloader", dataloader)
     reader = reader_of(loader)
     if isinstance(reader, ReplicaSampler):
@@ -133,7 +133,7 @@ def batches_drawn(dataloader: Any, num_used: int) -> int:
 
 
 def _place_of_sampler(loader: Any) -> tuple[Any, str]:
-    """What holds the batch sampler of one process, inside what shares its batches out, and the attribute's name."""
+    """Return the object that holds the batch sampler of one process, and the attribute's name."""
     name, around = "batch_sampler", loader
     while (inner := getattr(around, name, None)) is not None and hasattr(type(inner), "__iter__"):
         shares_out = isinstance(inner, ReplicaSampler) or type(inner).__name__ == "BatchSamplerShard"

@@ -1,4 +1,4 @@
-"""How many batches an epoch of a replica has: found by what the ranks' samplers do, before anything is read.
+"""Number of batches in an epoch of a replica, found from the ranks' samplers before anything is read.
 
     same     all ranks of a replica draw the same batches: as many as one rank's loader has
     own      each rank draws its own (a DistributedSampler over all ranks): as many as the loaders of all of them have
@@ -24,7 +24,7 @@ from ds_hetero.runtime.data.epochs import Epochs
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How one rank's loader shares samples out, as far as it shows it."""
+    """How one rank's loader shares samples out, as far as its attributes show."""
 
     replica: int
     pairs: tuple[tuple[int, int], ...]  # (number of shards, index) of each sampler or dataset that shares out

@@ -32,7 +32,7 @@ STATE_VERSION = 2  # of what loaders save
 
 
 class _Resumed(NamedTuple):
-    """How an epoch is to be begun again; see `Epochs.resume`."""
+    """Position at which an epoch is to be begun again; see `Epochs.resume`."""
 
     state: Batch
     num_dropped: int
@@ -83,7 +83,7 @@ class Epochs:
         self._set_generators(states)
 
     def generator_states(self) -> Entries:
-        """Those of the generators that the loader and its parts hold, by class and attribute."""
+        """Return the states of the generators that the loader and its parts hold, by class and attribute."""
         return {name: get_state(generator) for name, generator in generators_of(self._parts()).items()}
 
     def _set_generators(self, states: Batch) -> None:
@@ -111,7 +111,7 @@ class Epochs:
         self.checksum = state["checksum"]
 
     def states_now(self) -> Entries:
-        """The states from which an epoch that begins now is drawn, for `put_back`."""
+        """Return the states from which an epoch that begins now is drawn, for `put_back`."""
         return {**self._own_states(), "process": process_states()}
 
     def put_back(self, start: Batch) -> None:
@@ -179,7 +179,7 @@ def expect_compatible(state: Batch, current: Batch) -> None:
 
 
 def add_to_checksum(checksum: int, batch: Any) -> int:
-    """The checksum of what was read before, with one batch more."""
+    """Return the checksum of all that was read, with one batch more."""
     return zlib.crc32("".join(_texts(batch)).encode(), checksum)
 
 

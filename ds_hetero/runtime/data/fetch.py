@@ -39,7 +39,7 @@ _OK, _ERROR = range(2)
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an epoch is: fetches done, and steps used of the next."""
+    """Progress in an epoch: fetches done, and steps used of the next."""
 
     fetches: int = 0
     used: int = 0
@@ -95,7 +95,7 @@ class FetchReports:
 
 
 class ShortStep:
-    """Where replicas take different batches: a step with fewer than the split says has to be an epoch's last."""
+    """A step with fewer batches than the split says, where replicas take different ones: an epoch's last."""
 
     def __init__(self) -> None:
         self._number: int | None = None
@@ -109,7 +109,7 @@ class ShortStep:
         self._number = reports.number if is_short else None
 
     def end_epoch(self) -> None:
-        """The epoch is over."""
+        """Note that the epoch is over."""
         self._number = None
 
 
@@ -176,7 +176,7 @@ class Fetcher(ABC):
 
     @abstractmethod
     def progress_after(self, num_steps: int) -> Progress:
-        """How far an epoch is after ``num_steps`` steps."""
+        """Return the progress in an epoch after ``num_steps`` steps."""
 
     def compatibility(self, replica: Replica) -> Entries:
         """Settings that must be the same for a saved state to be of use."""

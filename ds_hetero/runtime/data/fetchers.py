@@ -242,5 +242,5 @@ def _known(lengths: Sequence[int | None]) -> list[int]:
 
 
 def _checksum(placed: Sequence[PlacedBatch]) -> int:
-    """Of everything in the batches that two ranks can compare; 0 for none."""
+    """Return a checksum of everything in the batches that two ranks can compare; 0 for none."""
     return zlib.crc32(json.dumps([batch.fingerprints() for batch in placed]).encode()) if placed else 0

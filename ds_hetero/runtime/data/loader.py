@@ -107,7 +107,7 @@ class ShardedLoader:
 
     @property
     def batches(self) -> str:
-        """Which batches the ranks hold: ``"same"``, ``"own"`` or ``"dealt"``, see `batch_mode`."""
+        """Relation of the ranks' batches: ``"same"``, ``"own"`` or ``"dealt"``, see `batch_mode`."""
         return self._fetcher.mode
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class ShardedLoader:
         self._batches.set_epoch(epoch)
 
     def state_dict(self) -> Entries:
-        """Where this rank is in the epoch, for `load_state_dict` on the same rank.
+        """Return this rank's position in the epoch, for `load_state_dict` on the same rank.
 
         Contains the wrapped loader's state if it has one (torchdata's StatefulDataLoader, alone or in accelerate's).
         Any other is read from its beginning on resuming, and what was used is dropped, with the random states that the
@@ -191,7 +191,7 @@ class ShardedLoader:
         self._state_before_fetch, self._checksum_before_fetch = self._batches.state(), state["start"]["checksum"]
 
     def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> ShardedLoader:
-        """A loader whose next epoch begins after ``num_batches`` steps, without reading what it leaves out.
+        """Return a loader whose next epoch begins after ``num_batches`` steps, without reading what it leaves out.
 
         Args:
             skip: how the wrapped loader does it: ``skip(dataloader, n)`` returns one without its first n batches, as

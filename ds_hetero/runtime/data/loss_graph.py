@@ -1,4 +1,4 @@
-"""What a scalar loss is the mean or the sum over, read from its autograd graph.
+"""Terms of a scalar loss, and whether each is a mean or a sum over tokens or samples, read from its autograd graph.
 
     read_terms(F.cross_entropy(logits, labels, weight=w) + 0.1 * boxes.sum() / num_boxes)
         # a mean over 11.0, the weights of the labels that count; and a sum times 0.1 divided by num_boxes, 6
@@ -175,12 +175,12 @@ class LossTerms:
 
 
 class _Unreadable(Exception):
-    """The loss is no sum of means, sums and terms of parameters."""
+    """The loss is not a sum of means, sums and terms of parameters."""
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How a node was come to from the loss."""
+    """Path from the loss to a node."""
 
     names: tuple[str, ...] = ()
     factor: float = 1.0
@@ -318,13 +318,13 @@ def _below(node: Node) -> list[Node]:
 
 
 def _shape(node: Node, index: int = 0) -> tuple[int, ...]:
-    """Of a result of a node."""
+    """Return the shape of a result of a node."""
     metadata: Any = node._input_metadata
     return tuple(int(size) for size in metadata[index].shape) if len(metadata) > index else ()
 
 
 def _of_one_scalar(node: Node) -> Node | None:
-    """What a sum or mean over one number is of, where that is made of scalars; None of any other.
+    """Return the node of the scalars that a sum or mean over one number is made of; None for any other.
 
     A loss of shape [1] comes of a learned weight of that shape. One sample's losses have it too, but are made of no
     scalar of shape [].
@@ -556,7 +556,7 @@ def _chain(node: Node) -> Iterator[Node]:
 
 
 def _linear(node: Node, read: LossTerms, rows: int) -> Term:
-    """A mean or sum, over what may be means, sums and multiples by numbers itself."""
+    """Read a mean or sum over means, sums and multiples by numbers."""
     count, way = 1.0, _Way()
     weights: Weights | None = None
     averages, sums_rows = False, False  # over the first axis, or over all
@@ -641,7 +641,7 @@ def _axis(dim: int, dims: int) -> int:
 
 
 def _constant(node: Any) -> float | Weights | None:
-    """What a result is multiplied with or divided by, where that has no gradients; None where it is neither."""
+    """Return the number that multiplies or divides a result, where it has no gradients; None where none does."""
     operands = _operands(node)
     is_division = node.name().startswith("Div")
     if len([one for one in operands if one is not None]) != 1 or (is_division and operands[0] is None):

@@ -222,7 +222,7 @@ def num_rows(batch: Batch, others: Batch = ()) -> int:
 
 
 def take_rows(entry: Batch, chosen: list[int], rows: int) -> Batch:
-    """The chosen rows of every tensor and list that has ``rows`` of them."""
+    """Return the chosen rows of every tensor and list that has ``rows`` of them."""
     if isinstance(entry, Tensor):
         return entry[chosen] if entry.dim() and entry.shape[0] == rows else entry
     if isinstance(entry, Mapping):

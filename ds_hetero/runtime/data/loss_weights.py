@@ -38,7 +38,7 @@ REMEDY = (
 
 
 class RankLoss(NamedTuple):
-    """What a rank says of its loss."""
+    """Description of a rank's loss, for the other ranks."""
 
     terms: list[Term]
     problem: str | None
@@ -72,7 +72,7 @@ def weigh_terms(
     divisors: dict[str, DivisorKind],
     items: float | None = None,
 ) -> list[TermWeight]:
-    """By term the factor of this rank, see the table at the top.
+    """Return this rank's factor of each term, see the table at the top.
 
     Args:
         name: of the module.

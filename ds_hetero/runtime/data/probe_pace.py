@@ -1,4 +1,4 @@
-"""How often samples are probed again: every so many optimizer steps that probes cost under 1 % of the steps' time.
+"""Steps after which samples are probed again: so many that probes cost under 1 % of the steps' time.
 
     pace = ProbePace("by_cost")
     pace.begin_step()                                   # once per optimizer step
@@ -25,7 +25,7 @@ _RECENT = 20  # steps whose median is taken, so that an evaluation between two o
 
 
 class ProbeTimes(NamedTuple):
-    """What a rank has measured, in seconds; 0 where nothing yet."""
+    """Measured times of a rank, in seconds; 0 where nothing was measured yet."""
 
     probe_s: float = 0.0
     step_s: float = 0.0
@@ -47,7 +47,7 @@ class ProbePace:
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def begin_step(self) -> None:
-        """A step begins on this rank."""
+        """Note that a step begins on this rank."""
         now = self._now()
         if self._began is not None:
             self._recent.append(now - self._began - self._probed_s)
@@ -65,7 +65,7 @@ class ProbePace:
 
     @property
     def times(self) -> ProbeTimes:
-        """Of this rank, for `is_due`."""
+        """Times of this rank, for `is_due`."""
         return ProbeTimes(self._probe_s, median(self._recent) if self._recent else 0.0)
 
     def is_due(self, of_ranks: Sequence[ProbeTimes]) -> bool:

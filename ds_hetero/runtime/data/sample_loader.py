@@ -72,7 +72,7 @@ class Trainee(Protocol):
         """Let a reader of samples follow the batches of the ranks; None: there is one that cannot."""
 
     def give(self, batch: MicroBatchWeights | None) -> None:
-        """The next loss will be of this micro-batch; None: of one that is not known."""
+        """Note that the next loss will be of this micro-batch; None: of an unknown one."""
 
     def expect_used(self) -> None:
         """Raise `StepError` if the micro-batch that was given last had no backward."""
@@ -146,7 +146,7 @@ class SampleLoader(LoaderAround):
             self._reader.expected = None
 
     def state_dict(self) -> Entries:
-        """Where this rank is in the epoch, for `load_state_dict` on the same rank."""
+        """Return this rank's position in the epoch, for `load_state_dict` on the same rank."""
         checksum = self._checksum_before_step if self._progress.used else self._checksum
         return {
             "version": STATE_VERSION,
@@ -178,7 +178,7 @@ class SampleLoader(LoaderAround):
 
     @property
     def _checksum(self) -> int | None:
-        """Of what the epoch has given so far; None where that cannot be compared."""
+        """Return a checksum of what the epoch has given so far; None where that cannot be compared."""
         return self._epochs.checksum if self._reader is None else self._reader.checksum
 
     def __iter__(self) -> Iterator[Any]:
@@ -212,7 +212,7 @@ class SampleLoader(LoaderAround):
         return replica.batch_split, replica.replica_id
 
     def _open(self, first_step: int) -> Iterator[Any]:
-        """The wrapped loader's batches; it is opened, and may fail, when the first is taken."""
+        """Return the wrapped loader's batches; it is opened, and may fail, when the first is taken."""
         if self._reader is None:
             yield from self._epochs.read()
             return

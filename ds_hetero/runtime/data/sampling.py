@@ -1,4 +1,4 @@
-"""From the loader of one process to the loader of one replica: it reads only the samples that the replica trains on.
+"""Samplers of one replica, made from the loader of one process: they read only samples that the replica trains on.
 
 The samples keep the order and the number that the given loader's sampler, or iterable dataset, has; the batches are
 those of `BatchSplit`. Every rank must be given a loader of all samples, not one that is sharded already.
@@ -56,11 +56,11 @@ class _Steps:
 
     @property
     def split(self) -> BatchSplit:
-        """How the steps to come are shared."""
+        """How the steps to come are shared out."""
         return self._splits[-1][1]
 
     def split_at(self, step: int) -> BatchSplit:
-        """How a step of this epoch is shared."""
+        """Return how a step of this epoch is shared out."""
         return next(split for first, split in reversed(self._splits) if first <= step)
 
     def change(self, split: BatchSplit, step: int) -> None:
@@ -124,7 +124,7 @@ class ReplicaSampler(_Steps, Sampler[list[int]]):
 
     @property
     def drop_last(self) -> bool:
-        """Of the batch sampler inside."""
+        """The batch sampler's ``drop_last``."""
         return bool(getattr(self.batch_sampler, "drop_last", False))
 
     def set_epoch(self, epoch: int) -> None:
@@ -223,7 +223,7 @@ def all_samples(dataloader: Any) -> DataLoader[Any]:
 
 
 def reader_of(dataloader: Any) -> ReplicaSampler | ReplicaStream | None:
-    """The sampler of a loader from `replica_samples`, also after accelerate has made another one of it."""
+    """Return a loader's sampler from `replica_samples`, also after accelerate has made another loader of it."""
     for part in (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "dataset", None)):
         if isinstance(part, ReplicaSampler | ReplicaStream):
             return part

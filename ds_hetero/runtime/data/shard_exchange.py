@@ -1,4 +1,4 @@
-"""How batches travel: one uneven all-to-all of everybody's shards.
+"""Exchange of batches: one uneven all-to-all of all ranks' shards.
 
 A rank that has a batch announces it by a manifest (names, dtypes and shapes), so that every rank can tell how many
 bytes it will receive from whom. Then all shards move at once, packed as bytes in the order of the manifest.

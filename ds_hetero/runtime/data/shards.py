@@ -1,4 +1,4 @@
-"""From a whole batch to the part of it that one rank holds, without communication.
+"""Cuts the part of a whole batch that one rank holds, without communication.
 
 What happens to an entry is decided by what it is:
 
@@ -102,7 +102,7 @@ class PlacedBatch(NamedTuple):
     placement: Placement
 
     def fingerprints(self) -> dict[str, str]:
-        """Those of the batch and of the placement."""
+        """Fingerprints of the batch and of the placement."""
         return {**self.batch.fingerprints(), "placement": f"#{self.placement.fingerprint & 0xFFFFFFFF:08x}"}
 
     def shard(self, rank: int, *, num_items: int | None = None, is_filler: bool = False) -> Entries:
@@ -184,7 +184,7 @@ def text_positions(positions: Tensor) -> Tensor | None:
 
 
 def filler_batch(batch: WholeBatch | None, length: int) -> WholeBatch:
-    """A batch of one short row in which no label counts, for a rank that has to run a forward without a batch.
+    """Return a batch of one short row without labels, for a rank that must run a forward but has no batch.
 
     Args:
         batch: one whose entries it is to have; None for tokens, positions and labels alone.

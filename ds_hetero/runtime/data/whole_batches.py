@@ -80,7 +80,7 @@ class WholeBatches:
         self.reader = reader_of(self.dataloader)
 
     def read_epoch(self, first_step: int = 0) -> Iterator[WholeBatch]:
-        """The batches of the next epoch; the loader is opened, and may fail, when the first is taken.
+        """Yield the batches of the next epoch; the loader is opened, and may fail, when the first is taken.
 
         Args:
             first_step: optimizer steps that are left out, where this loader's samples are divided among replicas.
@@ -102,7 +102,7 @@ class WholeBatches:
         self._loaded_state = None
 
     def peek(self) -> WholeBatch | None:
-        """The first batch of the next epoch, which will still have it; None if there is none."""
+        """Return the first batch of the next epoch, which will still have it; None if there is none."""
         self._before_peek = self._epochs.states_now()
         batches = self.read_epoch()
         first = next(batches, None)
@@ -183,7 +183,7 @@ class WholeBatches:
 
     @property
     def checksum(self) -> int | None:
-        """Of what the epoch has given so far; None where that cannot be compared."""
+        """Return a checksum of what the epoch has given so far; None where that cannot be compared."""
         if self.reader is not None:
             return self.reader.checksum
         return self._checksum_behind if self._is_ahead else self._epochs.checksum
@@ -223,7 +223,7 @@ class WholeBatches:
 
 
 def with_documents(batch: WholeBatch, *, joins_rows: bool = True) -> WholeBatch:
-    """The same batch with its documents, in one row where it can be. Raises `BatchError`: it does not say them.
+    """Return the batch with its documents, in one row where possible. Raises `BatchError`: it does not show them.
 
     Several rows, or one with padding, become one row of the real tokens, so that padding is not computed, if every
     entry has one value per token and no label counts at the padding. A label at the last token of a row stays there.
@@ -240,7 +240,7 @@ def with_documents(batch: WholeBatch, *, joins_rows: bool = True) -> WholeBatch:
 
 
 def _documents(batch: WholeBatch) -> tuple[str, Sequence[Documents]]:
-    """Where the documents of the batch are read from, and those of every row."""
+    """Return the entry that the batch's documents are read from, and the documents of every row."""
     boundaries, mask = batch.constants.get(BOUNDARIES), batch.sequences.get(MASK)
     if boundaries is not None:
         return BOUNDARIES, documents_from_cu_seqlens(boundaries.tolist(), batch.length, batch.batch_size)
@@ -250,7 +250,7 @@ def _documents(batch: WholeBatch) -> tuple[str, Sequence[Documents]]:
 
 
 def _flattened(batch: WholeBatch, documents: Sequence[Documents]) -> tuple[WholeBatch, Sequence[Documents]] | None:
-    """The real tokens of all rows in one row, with their documents; None if the batch is one already or has to stay."""
+    """Return the real tokens of all rows in one row, with their documents; None if the batch has to stay as it is."""
     mask = batch.sequences.get(MASK)
     real = torch.ones(batch.batch_size, batch.length, dtype=torch.bool) if mask is None else mask.ne(0).cpu()
     is_flat = batch.batch_size == 1 and bool(real.all())

@@ -163,14 +163,14 @@ def loss_of_replica(loss: Tensor, replica: Replica, *, adds_up: bool = False) ->
 
 
 def scaled_loss(loss: Tensor, factor: Tensor | float) -> Tensor:
-    """``loss`` times a factor by which the engine's average is right; where it is 0, also of a loss that is NaN."""
+    """Return ``loss`` times the factor by which the engine's average is right; with factor 0 a NaN becomes 0, too."""
     factor = torch.as_tensor(factor, device=loss.device).to(loss.dtype)
     loss = loss.masked_fill(factor == 0, 0.0)
     return _with_factor(loss, loss.detach() * factor, factor)
 
 
 def shown_loss(loss: Tensor, factor: float, value: Tensor | None = None) -> Tensor:
-    """``loss``, or another value, whose gradient is multiplied by ``factor``; known to be scaled."""
+    """Return ``loss``, or another value, whose gradient is multiplied by ``factor``; known to be scaled."""
     if factor == 0:
         loss = loss.masked_fill(torch.ones_like(loss, dtype=torch.bool), 0.0)
     return _with_factor(loss, loss.detach() if value is None else value, loss.new_tensor(factor))
@@ -211,7 +211,7 @@ class _ValueWithFactor(torch.autograd.Function):
 
 
 class _MeanOverReplica(_ValueWithFactor):
-    """Of another name, since it is not of the engine's scale yet: `makes_scaled` goes by the name."""
+    """A mean over a replica. Its own class, since it has not the engine's scale: `makes_scaled` goes by names."""
 
 
 def makes_scaled(node: Node) -> bool:

@@ -60,7 +60,7 @@ def sign_with(token: bytes) -> None:
 
 
 class Status(NamedTuple):
-    """Where a rank is. ``counts``: of the collectives that it has begun, by the name of their process group."""
+    """Position of a rank. ``counts``: of the collectives that it has begun, by the name of their process group."""
 
     asked: int  # the question that this answers
     place: str  # file, line and function of the script, and of the collective that it waits in, if it does
@@ -113,12 +113,12 @@ class Board:
 
     @property
     def silent_s(self) -> float:
-        """For how long the store has left the request under way without an answer; 0 where there is none."""
+        """Seconds for which the store has not answered the request under way; 0 where there is none."""
         asked_at_s = self._asked_at_s
         return 0.0 if asked_at_s is None else time.monotonic() - asked_at_s
 
     def asked(self) -> int:
-        """How often ranks have asked."""
+        """How often ranks have asked for positions."""
         return int(self._request(self._store.add, "asked", 0))
 
     def ask(self) -> int:
@@ -130,11 +130,11 @@ class Board:
         return int(self._request(self._store.add, f"asks_after/{asked}", 1)) == 1
 
     def introduce(self, rank: int, process: JsonDict) -> None:
-        """Tell the others which process this rank is."""
+        """Tell the other ranks the process of this one."""
         self._write(f"process/{rank}", process)
 
     def process(self, rank: int) -> JsonDict | None:
-        """The process that a rank has introduced itself with."""
+        """Return the process that a rank has introduced itself with."""
         content: JsonDict | None = self._read(f"process/{rank}")
         return content
 
@@ -159,7 +159,7 @@ class Board:
         self._write(f"end/{number}", end)
 
     def ends(self) -> list[End]:
-        """The last words of all ranks that have ended."""
+        """Return the last words of all ranks that have ended."""
         while self._request(self._store.check, [f"end/{self._num_ends_read + 1}"]):
             self._num_ends_read += 1
             content = self._read(f"end/{self._num_ends_read}")
@@ -238,7 +238,7 @@ _COLLECTIVES = {
 
 
 class Place(NamedTuple):
-    """Where a thread is."""
+    """Position of a thread in the code."""
 
     mark: tuple[int, ...]  # equal as long as it has not moved
     text: str  # the line of the script and the function that it is in, for people
@@ -250,7 +250,7 @@ class Place(NamedTuple):
 
 
 class Stay:
-    """For how long the main thread has been in one place, without a call that all ranks make.
+    """Time that the main thread has been in one place, without a call that all ranks make.
 
     Attributes:
         place: where it was at the latest look.
@@ -278,7 +278,7 @@ class Stay:
 
 
 def own_place() -> Place:
-    """Where the main thread is now."""
+    """Return the position of the main thread."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     if innermost is None:
         return Place((0,), "nowhere", False, False)
@@ -294,7 +294,7 @@ def own_place() -> Place:
 
 
 def _waiting_for_posted(place: Place) -> Place:
-    """``place`` of a thread that has not moved while something that it posted is not over."""
+    """Return ``place`` if the thread has not moved while a message that it posted is under way."""
     posted = latest_posted()
     if posted is None:
         return place._replace(waits=True, may_compute=True)
@@ -302,7 +302,7 @@ def _waiting_for_posted(place: Place) -> Place:
 
 
 def own_collectives() -> tuple[Collective | None, dict[str, int]]:
-    """The collective of torch's that the main thread waits in, and how many it has begun, by process group.
+    """Return torch's collective in which the main thread waits, and how many it has begun, by process group.
 
     The functions of torch.distributed hold their group in a local variable, and process groups count their collectives:
     both are read where they are, and a call costs nothing. Where calls return before they are over it is the latest
@@ -322,13 +322,13 @@ _EXITING = 0x4  # of the kernel's flags of a process: it gives its memory back, 
 
 
 class Introductions(Protocol):
-    """Where ranks tell each other which processes they are."""
+    """Where ranks tell each other their processes."""
 
     def introduce(self, rank: int, process: JsonDict) -> None:
-        """Tell the others which process this rank is."""
+        """Tell the other ranks the process of this one."""
 
     def process(self, rank: int) -> JsonDict | None:
-        """The process that a rank has introduced itself with, if it has."""
+        """Return the process that a rank has introduced itself with; None if it has not."""
 
 
 class Processes:
@@ -365,7 +365,7 @@ class Processes:
 
 
 def _host() -> str:
-    """Which processes can see each other's state: those of one host and one container."""
+    """Return a name of the host and container: processes with the same one can see each other's state."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -137,7 +137,7 @@ own_gathers = Calls(kept=1024)
 
 
 def first_difference(histories: Mapping[int, History]) -> Mapping[int, str] | None:
-    """The first calls of the same number, by rank, that are not the same ones; None where no rank has parted."""
+    """Return the first calls of the same number that differ, by rank; None where all ranks agree."""
     first = max((history.num_before for history in histories.values()), default=0)
     for index in range(first, min((history.end for history in histories.values()), default=0)):
         calls = {rank: str(history.at(index)) for rank, history in histories.items()}

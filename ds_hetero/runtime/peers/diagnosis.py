@@ -1,4 +1,4 @@
-"""Why a job cannot go on, from what its ranks have written: pure functions, the same answer on every rank."""
+"""Diagnosis of a job that cannot go on, from what its ranks wrote: pure functions, the same answer on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEFT_S = 1.0  # the same where it has left the loop over its batches
 
 
 class Diagnosis(NamedTuple):
-    """Why the job cannot go on."""
+    """The reason why the job cannot go on."""
 
     error: str  # the class of the error that all other ranks raise, `GONE` or `STEP`
     text: str  # names the ranks that caused it and what to do
@@ -91,7 +91,7 @@ def _different_calls(evidence: Evidence) -> Diagnosis | None:
 
 
 def _different_gathers(statuses: Mapping[int, Status]) -> Diagnosis | None:
-    """Which ranks call other modules than the others, on ZeRO-3."""
+    """Find ranks that call other modules than the others, on ZeRO-3."""
     calls = first_difference({rank: status.gathers for rank, status in statuses.items()})
     if calls is None:
         return None
@@ -117,7 +117,7 @@ def _blame(calls: Mapping[int, str], histories: Mapping[int, History]) -> str:
 
 
 def _passed_by(evidence: Evidence) -> Diagnosis | None:
-    """Who waits in a collective of the script, or has ended, while the others have gone on to their next call."""
+    """Find ranks that wait in the script's collective, or ended, while the others went on to their next call."""
     statuses = evidence.statuses
     farthest = max((status.history.end for status in statuses.values()), default=0)
     for rank, status in statuses.items():
@@ -139,7 +139,7 @@ def _passed_by(evidence: Evidence) -> Diagnosis | None:
 
 
 def _alone_in_model(statuses: Mapping[int, Status]) -> Diagnosis | None:
-    """Which ranks run the model on ZeRO-3 while another waits for them in a collective of the script.
+    """Find ranks that run the model on ZeRO-3 while another waits for them in a collective of the script.
 
     Numbers of collectives need not show it: gloo's include messages from rank to rank, of which a ring has many.
     """
@@ -159,7 +159,7 @@ def _alone_in_model(statuses: Mapping[int, Status]) -> Diagnosis | None:
 
 
 def _unlike_posted(statuses: Mapping[int, Status]) -> Diagnosis | None:
-    """Which ranks have posted unlike collectives in one place of a process group's order, as on NCCL they can.
+    """Find ranks that posted unlike collectives in one place of a process group's order, as NCCL allows.
 
     Calls return there: who made them may stand elsewhere by now.
     """
@@ -177,12 +177,12 @@ def _unlike_posted(statuses: Mapping[int, Status]) -> Diagnosis | None:
 
 
 def _kind(name: str) -> str:
-    """What a collective is to the backend, of whose functions some take a list and others a tensor."""
+    """Return a collective's kind for the backend: some functions take a list where others take a tensor."""
     return name.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
 
 
 def _unlike_collectives(statuses: Mapping[int, Status]) -> Diagnosis | None:
-    """Which ranks wait in collectives of torch's that can never meet, whoever called these.
+    """Find ranks that wait in torch's collectives that can never meet, whoever called these.
 
     Collectives of one process group meet in their order. So the ranks of a group that are in the collective of the same
     number have to be in the same one; and where a rank waits for another that has not begun that collective, and that
@@ -232,7 +232,7 @@ def _apart(place_of_rank: Mapping[int, str]) -> Diagnosis:
 
 
 def _without_an_answer(evidence: Evidence, known: set[int]) -> Diagnosis | None:
-    """Who does not answer although a backend has waited long enough."""
+    """Find ranks that do not answer although a backend has waited long enough."""
     if not evidence.has_lost_peer:
         return None
     if ended := [end.rank for end in evidence.ends if end.how == ENDED]:

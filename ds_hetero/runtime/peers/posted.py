@@ -132,7 +132,7 @@ def has_unfinished(record: str | bytes) -> bool:
 
 
 def num_begun() -> dict[str, int]:
-    """How many collectives the rank has begun since `begin_noting`, by process group."""
+    """Return how many collectives the rank has begun since `begin_noting`, by process group."""
     if _flight_recorder() is not None:
         return {name: _num_noted[name] for name in _counts()}
     return {name: number - _counts_before.get(name, 0) for name, number in _counts().items()}
@@ -149,7 +149,7 @@ _latest: _Note | None = None
 
 
 def _flight_recorder() -> Callable[[bool], str | bytes] | None:
-    """What reads torch's flight recorder of NCCL; its argument asks for the calls, beside the counters."""
+    """Return the function that reads NCCL's flight recorder in torch; its argument asks for calls besides counters."""
     recorder: Callable[[bool], str | bytes] | None = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     return recorder
 

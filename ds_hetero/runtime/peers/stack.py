@@ -1,4 +1,4 @@
-"""What a stack of Python frames tells: the line of the script, who made a call, whether a thread waits for ranks."""
+"""Reads a stack of Python frames: the line of the script, the caller, whether a thread waits for ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ScriptLine(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        """As "train.py:41"."""
+        """Return the line as "train.py:41"."""
         return f"{Path(self.file).name}:{self.number}"
 
 

@@ -135,7 +135,7 @@ class Watch:
         return silent_s > _STORE_ANSWER_S or (silent_s > _STORE_ANSWER_OF_STOPPED_S and bool(self._processes.stopped()))
 
     def _guard(self) -> None:
-        """In the thread that looks at this rank alone."""
+        """Watch this rank alone, in a thread."""
         while not self._is_over and dist.group.WORLD is self.group:
             time.sleep(_TICK_S)
             self._stay.look()
@@ -170,7 +170,7 @@ class Watch:
         os._exit(1)
 
     def _run(self) -> None:
-        """In the thread that talks to the others."""
+        """Talk to the other ranks, in a thread."""
         try:
             while not self._is_over:
                 self._wake.wait(_TICK_S)
@@ -327,7 +327,7 @@ _current: Watch | None = None
 
 
 def current_watch() -> Watch | None:
-    """The watch of this process, where one runs."""
+    """Return the watch of this process; None where none runs."""
     return _current
 
 

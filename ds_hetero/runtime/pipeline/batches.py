@@ -94,7 +94,7 @@ class SameBatches(LoaderAround):
         self._names.set_epoch(self.dataloader, epoch)
 
     def state_dict(self) -> Entries:
-        """Where the epoch is, for `load_state_dict` on any rank: what was used is read again and dropped."""
+        """Return the position in the epoch, for `load_state_dict` on any rank: used batches are read again."""
         start = self._epochs.state(amid_epoch=self._used > 0, checksum=self._epochs.checksum)
         return {"version": STATE_VERSION, "epoch": self._epoch, "used": self._used, "start": start}
 

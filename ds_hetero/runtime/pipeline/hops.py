@@ -166,7 +166,7 @@ def _post(ops: Sequence[dist.P2POp]) -> list[dist.Work]:
 
 
 def _local(intervals: Sequence[Range], held: Sequence[Range]) -> tuple[Range, ...]:
-    """Where position intervals lie among the tokens of a rank that holds ``held`` in this order."""
+    """Return where position intervals lie among the tokens of a rank that holds ``held`` in this order."""
     offsets = accumulate((stop - start for start, stop in held), initial=0)
     first = dict(zip(held, offsets, strict=False))
     local = []

@@ -48,7 +48,7 @@ summand of the loss.
 
 
 class Synchronizer(Protocol):
-    """What synchronizes gradients; see `ds_hetero.gradient_sync.sync`."""
+    """Object that synchronizes gradients; see `ds_hetero.gradient_sync.sync`."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients add up."""
@@ -192,7 +192,7 @@ class PipelineRunner:
 
 
 def _buckets(sync: Synchronizer | None, *, is_last: bool, has_sent: bool) -> AbstractContextManager[None]:
-    """What a backward does with its gradients: they add up, leave behind the input gradient, or leave at once."""
+    """Return the context in which gradients add up, leave behind the input gradient, or leave at once."""
     if sync is None:
         return nullcontext()
     if not is_last:

@@ -63,7 +63,7 @@ def convolution(
 
 
 def _chosen(x: Tensor, places: _Places, halo: _Halo) -> Tensor:
-    """``x`` [B, C, n] at some of its tokens; runs of these are copied whole, one alone not at all."""
+    """Copy ``x`` [B, C, n] at some of its tokens; runs of tokens are copied whole, a single run not at all."""
     if len(places.runs) > _FEW_RUNS:
         return x.index_select(2, halo.on(x.device, places.each))
     parts = [x[:, :, start:stop] for start, stop in places.runs or ((0, 0),)]
@@ -176,7 +176,7 @@ def _needed(intervals: Sequence[Range], sequences: Sequence[Rows], reach: int) -
 
 
 class _Holders:
-    """Which rank holds a position, and where among its tokens."""
+    """Rank of a position, and the place among that rank's tokens."""
 
     def __init__(self, placement: Placement) -> None:
         self.intervals = {rank: placement.intervals(rank) for rank in placement.schedule.ranks}
@@ -224,7 +224,7 @@ class _Pieces:
         return _Reads(rows.start, rows.stop, _Places.of(torch.cat(read)), _Places.of(kept), bool(is_outside.any()))
 
     def _place(self, position: int, first: int) -> int:
-        """Where a position is read; the zero before the document's ``first``."""
+        """Return where a position is read; the zeros before the document's ``first``."""
         if position < first:
             return self.zero
         if position in self.fetched:

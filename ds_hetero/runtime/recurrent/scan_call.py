@@ -13,7 +13,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PassedState:
-    """How a state runs on past the end of a shard; of scans whose state only decays from token to token.
+    """How a state goes on behind the end of a shard, for scans whose state only decays from token to token.
 
     Such a scan's output is linear in the state before it: ``out_t`` gains ``state x reader_t``, times what is left of
     the state after token t.

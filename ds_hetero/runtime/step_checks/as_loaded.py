@@ -150,7 +150,7 @@ def _of_other_batches(changes: Sequence[_Changes]) -> BatchError | None:
 
 
 def _offset(change: _Changes) -> int | None:
-    """By how much all places are moved; None where it is not the same for all."""
+    """Return by how much all positions are shifted; None where it is not the same for all."""
     offset, rest = divmod(change.moved, change.size)
     if change.moved and change.size < _FEWEST_MOVED:
         return None
@@ -158,7 +158,7 @@ def _offset(change: _Changes) -> int | None:
 
 
 def _mixed(name: str, changed: Sequence[bool], ranks_of: Mapping[float, Sequence[int]]) -> Undecided | None:
-    """Of an entry that some ranks of a replica have changed, and others have not."""
+    """Return the finding that some ranks of a replica changed an entry and others did not; None if not so."""
     for ranks in ranks_of.values():
         by_script = [rank for rank in ranks if changed[rank]]
         if by_script and len(by_script) < len(ranks):

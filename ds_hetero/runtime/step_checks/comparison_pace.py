@@ -73,12 +73,12 @@ class ComparisonPace:
         return self._early.runs
 
     def note_zeros(self) -> None:
-        """A gradient of the comparison that runs is exactly zero on one process."""
+        """Note that a gradient of the comparison that runs is exactly zero on one process."""
         self._early.has_zeros = True
 
     @contextlib.contextmanager
     def comparing(self, *, shows_new: bool = False) -> Iterator[None]:
-        """A comparison runs inside, whose time is not the step's.
+        """Run a comparison inside: its time does not count as the step's.
 
         Args:
             shows_new: its batch can show what none before could, so that it is not made for the zeros alone.
@@ -100,7 +100,7 @@ class ComparisonPace:
         self._early.learn(has_zeros_on_any=False)
 
     def numbers(self) -> Sequence[float]:
-        """How many steps would take as long as the latest comparison, 0 if that is not known; whether it saw zeros."""
+        """Return the latest comparison's time in steps, 0 if unknown; and whether it saw gradients of zeros."""
         now = time.perf_counter()
         if self._step_began is not None:
             self._step_times.append(now - self._step_began)

@@ -12,7 +12,7 @@ _MOST_EARLY = 4
 
 
 class EarlyComparisons:
-    """How many comparisons came early, and whether the latest one saw gradients of zeros.
+    """Count of comparisons that came early, and whether the latest one saw gradients of zeros.
 
     What it decides is the same on every rank: it judges by what `learn` was told, which all ranks exchange.
 
@@ -33,7 +33,7 @@ class EarlyComparisons:
         return is_left and num_steps >= 2**self._num_comparisons
 
     def begin(self, *, is_due: bool, shows_new: bool, num_steps: int) -> None:
-        """A comparison begins.
+        """Note that a comparison begins.
 
         Args:
             is_due: it comes early.

@@ -104,7 +104,7 @@ class _Step:
 
 
 class _UnreadableError(Exception):
-    """By what a sum multiplies its tokens cannot be read."""
+    """The factor by which a sum multiplies its tokens cannot be read."""
 
 
 class _HookedError(_UnreadableError):
@@ -240,7 +240,7 @@ def _adds_up(node: Any) -> bool:
 
 
 def _scalars_of(node: Node) -> list[Node]:
-    """What a sum over scalars is of, such as over the means of sequences or ranks; empty of a sum over tokens.
+    """Return the scalars that a sum is made of, such as means of sequences or ranks; empty for a sum over tokens.
 
     Operations on few numbers lead from it to a stack of scalars, or to a gather over ranks, which is a function of
     Python's. From a sum over tokens they lead to logits, which are many.
@@ -275,7 +275,7 @@ def _only_operand(node: Node) -> Node | None:
 
 
 def _numel(node: Any) -> int:
-    """Of a node's first result; a leaf's is that of its tensor."""
+    """Return the elements of a node's first result; for a leaf those of its tensor."""
     metadata = node._input_metadata
     return prod(int(size) for size in metadata[0].shape) if metadata else _MOST_SCALARS + 1
 
@@ -297,7 +297,7 @@ def _watched(node: Any) -> _Sum:
 
 
 def _share_of_tokens(node: Any) -> Tensor | float:
-    """By what the values of single tokens are multiplied in a sum: inside a mean by one over its count."""
+    """Return the factor of single tokens in a sum: inside a mean, one over its count."""
     if node.name() in LIKELIHOODS:
         return 1 / total_weight(node, _saved) if node._saved_reduction == 1 else 1.0
     if node.name() in MEANS_OF_ELEMENTS:
@@ -326,7 +326,7 @@ def _share_of_tokens(node: Any) -> Tensor | float:
 
 
 def _saved(node: Any, name: str) -> Any:
-    """What a node keeps for its backward, where nobody has hooked it.
+    """Return a tensor that a node keeps for its backward, unless a hook would run for it.
 
     To read runs the hook: one that offloads forgets what it has given back, so that the backward finds nothing; one
     of checkpoints computes their region again.

@@ -68,7 +68,7 @@ class Plan:
 
     @cached_property
     def batch_split(self) -> BatchSplit | None:
-        """How pipelines that take different batches share the samples of a step; None where all take the same."""
+        """Batches of pipelines that take different samples of a step; None where all take the same number."""
         if self.pipelines[0].micro_batches is None:
             return None
         return BatchSplit(

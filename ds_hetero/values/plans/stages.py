@@ -29,7 +29,7 @@ class PlannedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroOwners:
-    """Who owns the optimizer state."""
+    """Owners of the optimizer state."""
 
     stage: int  # ZeRO stage
     owner_weights: tuple[tuple[int, float], ...] = ()  # (rank, weight), ascending; empty if all own alike

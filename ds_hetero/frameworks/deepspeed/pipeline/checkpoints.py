@@ -51,7 +51,7 @@ def save_pipelines(
 
 
 def frozen_state(pipelined: PipelinedEngine, method: Function, *args: object, **kwargs: object) -> State:
-    """In place of ``module_state_dict``: whole parameters that are not trained, from one rank that holds them.
+    """Replace ``module_state_dict``: gather whole parameters that are not trained, each from one rank that holds it.
 
     None of them with ``exclude_frozen_parameters``.
 
@@ -75,7 +75,7 @@ def load_any_plan(
     load_module_only: bool = False,
     **kwargs: object,
 ) -> tuple[str | None, State]:
-    """In place of ``load_checkpoint``: take a checkpoint of pipelines that any plan has saved.
+    """Replace ``load_checkpoint``: load a checkpoint of pipelines that was saved under any plan.
 
     Args:
         load_dir: as of the method, and so the others.

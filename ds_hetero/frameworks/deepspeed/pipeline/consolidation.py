@@ -119,7 +119,7 @@ def _batches(sizes: Mapping[str, int], most_bytes: int) -> Iterator[list[str]]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """``layers.10`` comes after ``layers.9``."""
+    """Return a key that sorts ``layers.10`` after ``layers.9``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 

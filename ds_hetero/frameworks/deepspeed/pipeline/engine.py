@@ -76,7 +76,7 @@ class _Examined(NamedTuple):
 
 
 class PipelineInstaller(Installer):
-    """Of an engine whose model is a stage of a pipeline."""
+    """Installs an engine whose model is a stage of a pipeline."""
 
     def __init__(self, *call: Any) -> None:
         super().__init__(*call)
@@ -253,7 +253,7 @@ def _agreed_is_empty(by_rank: Sequence[_Examined]) -> bool:
 
 
 def _checkpoint_activations(model: nn.Module, verb: str) -> None:
-    """``"enable"`` or ``"disable"`` it, by the name that the installed transformers has for it."""
+    """Switch activation checkpointing by ``"enable"`` or ``"disable"``, with the installed transformers' method."""
     prefixes = ("activation", "gradient")  # before transformers 5.23 it is the latter
     name = next(name for name in (f"{prefix}_checkpointing_{verb}" for prefix in prefixes) if hasattr(model, name))
     getattr(model, name)()

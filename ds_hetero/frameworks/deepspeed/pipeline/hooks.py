@@ -22,7 +22,7 @@ _NOT_FOR_MODELS = (_ITEMS, "use_cache", "return_dict", _MEASURES)
 
 
 def run_passes(pipelined: PipelinedEngine, forward: Function, *args: object, **batch: Any) -> object:
-    """In place of the engine's forward: all passes of a step, or the forwards alone; outputs with the mean ``loss``.
+    """Replace the engine's forward: run all passes of a step, or forwards alone; return outputs with the mean ``loss``.
 
     Args:
         args: nothing; a batch is given by names.
@@ -95,7 +95,7 @@ def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, num_items: An
 
 
 def keep_books(pipelined: PipelinedEngine, backward: Function, loss: Tensor, **kwargs: object) -> Tensor:
-    """In place of the engine's backward: gradients are there. Raises `BatchError`: ``loss`` is another one."""
+    """Replace the engine's backward: gradients exist already. Raises `BatchError`: ``loss`` is another one."""
     expected = pipelined.loss
     if expected is None:
         raise BatchError("engine.backward needs the loss of a forward of this step, in training mode.")

@@ -30,7 +30,7 @@ class PipelinedEngine(HookedEngine):
 
     @property
     def why_batch_is_fixed(self) -> str:
-        """The engine would count micro-batches that no pipeline has."""
+        """Why the batch size cannot be changed: the engine would count micro-batches that no pipeline has."""
         return (
             f"the batch of pipelines is the plan's ({self.plan.batch_split}) and cannot be changed; change "
             "micro_batch_size and micro_batches in the plan."

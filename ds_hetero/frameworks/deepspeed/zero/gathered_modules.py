@@ -1,4 +1,4 @@
-"""Which modules a rank calls on ZeRO-3: all ranks have to call the same ones in the same order.
+"""Modules that each rank calls on ZeRO-3: all ranks have to call the same ones in the same order.
 
 ZeRO-3 gathers parameters where a module is called, and adds up gradients in the order in which they are made. Ranks
 whose tokens call other modules (experts in a list, heads of tasks) gather and add up different ones: each is given
@@ -77,7 +77,7 @@ class GatheredModules:
         coordinator.reset_step = _not_compiled(partial(self._reset, coordinator.reset_step))
 
     def _fetch(self, stock: Callable[..., None], module: nn.Module, forward: bool = True) -> None:
-        """In the place of ``fetch_sub_module``, which is called before every forward and backward of a module."""
+        """Replace ``fetch_sub_module``, which is called before every forward and backward of a module."""
         parameters = list(iter_params(module, recurse=z3_leaf_module(module)))
         # Also where it has them already, of an earlier module or ahead: which those are is no more the same once the
         # ranks have parted. Those that stay are gathered once.
@@ -92,7 +92,7 @@ class GatheredModules:
         stock(module, forward=forward)
 
     def _reset(self, stock: Callable[[], None]) -> None:
-        """In the place of ``reset_step``, which is called before every forward of the model."""
+        """Replace ``reset_step``, which is called before every forward of the model."""
         self._pass = 0
         self._has_gradients = torch.is_grad_enabled()  # not to be told in a module's hook, which runs without
         self._asks_next = not self._has_gradients
@@ -129,7 +129,7 @@ class GatheredModules:
         return StepError(f"{said}. {GATHERS_DIFFER.format(known=self._class_that_chooses(list(calls.values())))}")
 
     def _class_that_chooses(self, calls: list[str]) -> str:
-        """What may be the class: that of the innermost module in which all of these modules lie."""
+        """Return the class of the innermost module that has all of these: it may choose among them."""
         paths = [call.removeprefix("the backward of ").split(".") for call in calls]
         together = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
         holder = ".".join(first for first, *_ in together)

@@ -62,7 +62,7 @@ def install(patches: Patches) -> None:
 
 
 def _flatten_detached(stock: Function, *args: object, **kwargs: object) -> Tensor:
-    """For ``flatten_dense_tensors_aligned``: DeepSpeed 0.18.7 to 0.18.9 leave flat parameters in the graph.
+    """Replace ``flatten_dense_tensors_aligned``: DeepSpeed 0.18.7 to 0.18.9 leave flat parameters in the graph.
 
     Its parts are views, which torch does not let be written in place, so that on CPUs the first step fails.
     """
@@ -71,7 +71,7 @@ def _flatten_detached(stock: Function, *args: object, **kwargs: object) -> Tenso
 
 
 def _split_all(stock: Function, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """For ``split_half_float_double``, whose buckets are averaged over the ranks: no dense gradient is left out.
+    """Replace ``split_half_float_double``: average dense gradients of every type over the ranks.
 
     DeepSpeed 0.18.9 compares ``Tensor.type()`` with names such as "torch.cpu.FloatTensor", while torch says
     "torch.FloatTensor" of a tensor on a CPU: it has no buckets there, and ranks keep their own gradients where these
@@ -89,7 +89,7 @@ def _split_all(stock: Function, tensors: Sequence[Tensor]) -> list[list[Tensor]]
 def _gather_weighted(
     stock: Function, init: object, param_list: Sequence[ZeroParameter], *args: object, **kwargs: object
 ) -> object:
-    """For `Init._all_gather`: weighted parameters are gathered here, others by DeepSpeed."""
+    """Replace `Init._all_gather`: gather weighted parameters here, and let DeepSpeed gather others."""
     others = [param for param in param_list if not is_weighted(param)]
     missing = [param for param in param_list if is_weighted(param) and param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
     if missing:
@@ -100,7 +100,7 @@ def _gather_weighted(
 def _write_back(
     stock: Function, init: object, param: ZeroParameter, *args: object, has_been_updated: bool = False, **kwargs: object
 ) -> object:
-    """For `Init._partition_param`: a whole parameter that was changed is written to its weighted shard."""
+    """Replace `Init._partition_param`: write a whole parameter that was changed to its weighted shard."""
     if is_weighted(param) and has_been_updated and param.ds_status is ZeroParamStatus.AVAILABLE:
         param.ds_tensor.data.copy_(shard_of(param, param.data))
         has_been_updated = False  # what is left to do is to free the whole

@@ -1,4 +1,4 @@
-"""How a parameter of ZeRO-3 is cut into shards, and for which ranks: by us or by DeepSpeed."""
+"""Cut of a ZeRO-3 parameter into shards, and the ranks that own them: ours or DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_weighted(param: ZeroParameter) -> bool:
 
 
 def cut_of(param: ZeroParameter) -> Split:
-    """How a ZeRO-3 parameter is cut now, by `recut` or by DeepSpeed."""
+    """Return how a ZeRO-3 parameter is cut now, by `recut` or by DeepSpeed."""
     if is_weighted(param):
         cut: Split = getattr(param, CUT_ATTRIBUTE)
         return cut

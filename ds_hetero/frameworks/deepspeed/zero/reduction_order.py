@@ -52,7 +52,7 @@ class ReductionOrder:
         return id(parameter) in self._number
 
     def arrive(self, parameter: nn.Parameter) -> None:
-        """The backward has made the gradient of a parameter: reduce it, and those that waited for it."""
+        """Reduce the gradient of a parameter that the backward has made, and those that waited for it."""
         number = self._number[id(parameter)]
         self._arrived[number] = None
         if number in self._gone:  # made twice: DeepSpeed says what it thinks of that
@@ -63,7 +63,7 @@ class ReductionOrder:
             self._next += 1
 
     def finish(self) -> None:
-        """A backward has ended: reduce what is left, zeros where this rank has no gradient.
+        """Reduce the remaining gradients when a backward has ended; zeros where this rank has none.
 
         Caller: every rank of the group, once for each backward that reduces.
         Collectives: one all_reduce of a byte for each rare parameter, if there are any; the first time, of every

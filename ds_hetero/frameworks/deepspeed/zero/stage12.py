@@ -52,7 +52,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         return rank
 
     def get_data_parallel_partitions(self, tensor: Tensor, group_id: int) -> list[Tensor]:
-        """``tensor``, flat, cut for all ranks."""
+        """Return flat ``tensor``, cut for all ranks."""
         return list(torch.split(tensor, list(cut_flat_group(tensor.numel(), self.weights).sizes)))
 
     def get_partition_info(
@@ -86,7 +86,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         return [(parameters[part.parameter], part) for part in self.layouts[group_id].fragments(partition_id)]
 
     def initialize_gradient_partitioning_data_structures(self) -> None:
-        """As DeepSpeed; everything that reads ``partition_size`` from here on means this rank's own."""
+        """Do as DeepSpeed; what reads ``partition_size`` from here on means this rank's own."""
         self.partition_size = [layout.cut.sizes[self.rank_in(group_id)] for group_id, layout in enumerate(self.layouts)]
         super().initialize_gradient_partitioning_data_structures()
 
@@ -101,7 +101,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
             self.grad_start_offset[i][partition_id][param_id] = fragment.in_parameter
 
     def get_grad_position(self, group_id: int, *_: object) -> None:
-        """Where offloaded gradients come from and go."""
+        """Note where gradients lie in their parameters and in this rank's part, for offloading."""
         for parameter, fragment in self.fragments(group_id, self.rank_in(group_id)):
             position = [group_id, fragment.in_parameter, fragment.in_part, fragment.count]
             self.grad_position[self.get_param_id(parameter)] = position
@@ -109,7 +109,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
     def flatten_dense_tensors_aligned(
         self, tensor_list: Any, alignment: int, *args: object, **kwargs: object
     ) -> Tensor:
-        """As DeepSpeed, also for the empty part of a rank that owns nothing."""
+        """Do as DeepSpeed, also for the empty part of a rank that owns nothing."""
         flat: Tensor = super().flatten_dense_tensors_aligned(tensor_list, max(alignment, 1), *args, **kwargs)
         return flat
 
@@ -136,7 +136,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
             )
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
-        """A gradient is there: it goes into its bucket when its turn comes, the same on every rank."""
+        """Put a new gradient into its bucket when its turn comes, the same on every rank."""
         if not self.reduction_order.knows(param):
             super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
         elif getattr(param, "ds_grad_is_ready", True):  # not so in all tiles of a computation but the last
@@ -151,7 +151,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         super().reduce_independent_p_g_buckets_and_remove_grads(param, self._group_of[id(param)])
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """A backward has ended: what this rank lacks goes as zeros, then as DeepSpeed."""
+        """Reduce zeros for gradients that this rank lacks, at the end of a backward; then do as DeepSpeed."""
         self.setup_buckets()  # on a rank without any gradient nothing has
         self.reduction_order.finish()
         super().independent_gradient_partition_epilogue()
@@ -162,7 +162,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
             super().step(*args, **kwargs)
 
     def update_lp_params(self) -> None:
-        """As DeepSpeed: refresh the parameters of all ranks from their owners' fp32 copies."""
+        """Do as DeepSpeed: refresh the parameters of all ranks from their owners' fp32 copies."""
         with _gathering_any_sizes():
             super().update_lp_params()
 

@@ -50,7 +50,7 @@ class Stage3Checkpoints:
         self._saved: Saved | None = None  # the checkpoint that is being loaded
 
     def equal_shard(self, method: Function, param: ZeroParameter) -> Tensor:
-        """``_get_param_fragment_func``: this rank's shard of a frozen parameter, of one size on all ranks."""
+        """Replace ``_get_param_fragment_func``: return this rank's shard, of one size on all, of a frozen parameter."""
         if not is_weighted(param):
             fragment: Tensor = method(param)
             return fragment
@@ -70,12 +70,12 @@ class Stage3Checkpoints:
         return loaded
 
     def list_model_files(self, method: Function, load_dir: str, tag: str) -> list[str]:
-        """``_get_all_ckpt_names``: a rank that the saving job did not have reads the first file."""
+        """Replace ``_get_all_ckpt_names``: a rank that the saving job did not have reads the first file."""
         names: list[str] = method(load_dir, tag)
         return names or [self._engine._get_ckpt_name(load_dir, tag, pp_placeholder="0")]
 
     def load_frozen_parameters(self, method: Function, checkpoint: State, **kwargs: object) -> object:
-        """``load_module_state_dict``: this rank's file need not have the frozen shards that it owns now."""
+        """Replace ``load_module_state_dict``: this rank's file need not have the frozen shards that it owns now."""
         if self._saved is not None and checkpoint.get(FROZEN_PARAM_FRAGMENTS):
             names = set(checkpoint[FROZEN_PARAM_FRAGMENTS])
             shards = own_frozen_shards(self._saved, self._engine, names)
@@ -83,7 +83,7 @@ class Stage3Checkpoints:
         return method(checkpoint=checkpoint, **kwargs)
 
     def load_state(self, method: Function, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
-        """``_load_zero_checkpoint``: master weights and optimizer state."""
+        """Replace ``_load_zero_checkpoint``: load master weights and optimizer state saved under any weights."""
         if self._saved is None or not load_optimizer_states:
             return bool(method(load_dir, tag, load_optimizer_states=load_optimizer_states))
         optimizer, saved = self._engine.optimizer, self._saved
@@ -95,7 +95,7 @@ class Stage3Checkpoints:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where every file of a checkpoint has its shard of a parameter: from ``offset`` on in its ``sub_group``."""
+    """Place of a parameter's shard in every file of a checkpoint: from ``offset`` on in its ``sub_group``."""
 
     sub_group: int
     offset: int
@@ -111,7 +111,7 @@ class Saved:
     shapes: Mapping[str, tuple[int, ...]]  # of trained and of frozen parameters
 
     def moves(self, param: ZeroParameter) -> tuple[Move, ...]:
-        """From which files, and where in their shards, this rank puts its shard of a parameter together."""
+        """Return the pieces of saved shards, by file, of which this rank puts its shard of a parameter together."""
         saved = cut_as_deepspeed(param.ds_numel, len(self.model_files))
         return parameter_moves(param.ds_numel, saved, cut_of(param), dist.get_rank(group=owning_group(param)))
 
@@ -143,7 +143,7 @@ def examine_files(engine: Engine, load_dir: str, tag: str) -> Saved:
 
 
 def _optimizer_file(engine: Engine, load_dir: str, tag: str, rank: int) -> str:
-    """The name has a prefix by the type that the model was trained in."""
+    """Return a rank's file of optimizer state; the name's prefix depends on the type that was trained in."""
     names = [
         str(engine._get_rank_zero_ckpt_name(load_dir, tag, 0, rank, bf16_mode=bf16))
         for bf16 in (engine.bfloat16_enabled(), not engine.bfloat16_enabled())
@@ -185,7 +185,7 @@ def expect_same_parameters(saved: Saved, engine: Engine) -> None:
 
 
 def own_state(saved: Saved, optimizer: Any) -> State:
-    """The state dict that this rank would have saved with the shards that it has now."""
+    """Return the state dict that this rank would have saved with the shards that it has now."""
     weights = [torch.zeros(flat.shape, dtype=flat.dtype) for flat in optimizer.fp32_partitioned_groups_flat]
     states: list[State] = [{} for _ in weights]
     by_source: dict[int, list[tuple[int, int, _Place, Move]]] = {}
@@ -246,7 +246,7 @@ def _copy(file: Content, place: _Place, move: Move, offset: int, weights: Tensor
 
 
 def _inner_state_dict(optimizer: Any) -> State:
-    """Of the user's optimizer, which holds parameters only while somebody looks."""
+    """Return the state dict of the user's optimizer, which holds parameters only while it is read."""
     optimizer._set_fp32_optimizer_param_groups()
     state_dict: State = optimizer.optimizer.state_dict()
     optimizer._clear_fp32_optimizer_param_groups()
@@ -254,7 +254,7 @@ def _inner_state_dict(optimizer: Any) -> State:
 
 
 def own_frozen_shards(saved: Saved, engine: Engine, names: set[str]) -> dict[str, Tensor]:
-    """This rank's frozen shards, by name. Raises `CheckpointError`: it lacks some, or has other shapes.
+    """Return this rank's frozen shards, by name. Raises `CheckpointError`: some are missing, or have other shapes.
 
     Args:
         names: of what the checkpoint holds as frozen, which includes parameters without elements.

@@ -1,4 +1,4 @@
-"""Which parameters had a gradient on any rank in a step: those of none are left as one process leaves them.
+"""Parameters with a gradient on any rank in a step: all others are left unchanged, as on one process.
 
 A rank's tokens may use some of the experts in a list, or the head of one task. A gradient that other ranks have is
 zeros here, see `zero.reduction_order`; one that no rank has is None in one process, so that its parameter does not
@@ -63,7 +63,7 @@ class UsedParameters:
         self._ever_used: set[str] = set()
 
     def numbers(self) -> Sequence[float]:
-        """A checksum of the parameters that this rank has no gradient of, 0 for none; whether some are new."""
+        """Return a checksum of the parameters without a gradient on this rank, 0 for none; and whether some are new."""
         held, self._used = self._read()
         missing = [name for name in held if name not in self._used]
         lacks = self._order is not None and self._order.lacks
@@ -162,7 +162,7 @@ class _FlatParts:
                     yield group, slice(start, start + count)
 
     def _step(self, step: Callable[[int], None], group: int) -> None:
-        """In the place of ``_optimizer_step`` of a group."""
+        """Replace ``_optimizer_step`` of a group."""
         optimizer = self._optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             flat = optimizer.fp32_partitioned_groups_flat[group]

@@ -44,7 +44,7 @@ _OF_WHOLE_PARAMETERS = {
 
 
 def why_inexact(optimizer: object, zero_stage: int) -> str | None:
-    """What to say of an optimizer that treats parameters as a whole, on shards of them; None of others."""
+    """Return why an optimizer that treats parameters as a whole is inexact on shards; None for any other."""
     name = type(optimizer).__name__
     if zero_stage == 0 or not isinstance(optimizer, Optimizer) or name not in _OF_WHOLE_PARAMETERS:
         return None
@@ -56,7 +56,7 @@ def why_inexact(optimizer: object, zero_stage: int) -> str | None:
 
 
 def keep_adagrad(stock: Function, zero_optimizer: Any) -> None:
-    """In the place of ``initialize_optimizer_states`` of ZeRO's optimizers, while an engine is built."""
+    """Replace ``initialize_optimizer_states`` of ZeRO's optimizers, while an engine is built."""
     optimizer = zero_optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Adagrad):
         stock(zero_optimizer)

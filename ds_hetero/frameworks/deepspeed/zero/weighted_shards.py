@@ -89,13 +89,13 @@ def shard_of(param: ZeroParameter, full: Tensor) -> Tensor:
 
 
 def own_shard(full: Tensor, cut: Split, group: ProcessGroup) -> Tensor:
-    """This rank's shard of a full tensor of n elements: [s], zeros where the cut goes beyond n."""
+    """Return this rank's shard of a full tensor of n elements: [s], with zeros where the cut goes beyond n."""
     start, stop = cut.ranges[dist.get_rank(group=group)]
     flat = full.reshape(-1)[start:stop]
     return flat if flat.numel() == stop - start else torch.cat([flat, flat.new_zeros(stop - start - flat.numel())])
 
 
 def parameter_moves(numel: int, source: Split, target: Split, part: int) -> tuple[Move, ...]:
-    """How to put ``part`` of the cut ``target`` of a parameter together from the parts of the cut ``source``."""
+    """Return how to put ``part`` of the cut ``target`` of a parameter together from parts of the cut ``source``."""
     before, after = (FlatGroup(starts=(0,), sizes=(numel,), cut=cut) for cut in (source, target))
     return moves(before, after, part)

@@ -75,7 +75,7 @@ def pretrained_of(model: nn.Module) -> PretrainedModel:
 
 
 def decoder_of(pretrained: PretrainedModel) -> nn.Module:
-    """The part that turns tokens into hidden states: it makes the masks, and is called once per forward."""
+    """Return the part that turns tokens into hidden states: it makes the masks, and is called once per forward."""
     if has_towers(pretrained):
         return text_decoder_of(pretrained)
     from transformers import PreTrainedModel
@@ -112,7 +112,7 @@ def pools(pretrained: PretrainedModel) -> bool:
 
 
 def why_evaluated_whole(pretrained: PretrainedModel) -> str:
-    """Why forwards of an evaluation cannot be cut where a model is entered, and what can be done; empty if they can."""
+    """Return why evaluation cannot run on shards where the model is entered, and what to do; empty if it can."""
     name = type(pretrained).__name__
     if has_towers(pretrained):
         return (
@@ -210,7 +210,7 @@ def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
 
 
 def router_loss_problem(pretrained: PretrainedModel) -> str:
-    """Why the loss of a model's routers, once it is asked for, would not be that of one process; empty if it would."""
+    """Return why the routers' loss, once requested, would differ from one process; empty if it would not."""
     weight = common_value(pretrained.config.get_text_config(), "router_aux_loss_coef")
     is_adapted = bool(
         getattr(pretrained, "peft_config", None) or getattr(pretrained.config, "quantization_config", None)
@@ -239,7 +239,7 @@ def _attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
 
 
 def _rope_types(parameters: Entries) -> set[Any]:
-    """Of one set of rotary parameters, or of one per layer type."""
+    """Return the types in one set of rotary parameters, or in one set per layer type."""
     per_layer = [entry for entry in parameters.values() if isinstance(entry, dict)]
     return {entry.get("rope_type") for entry in [parameters, *per_layer]}
 
@@ -311,7 +311,7 @@ def _quantization_problems(model: nn.Module, zero_stage: int) -> Iterator[str]:
 
 
 def own_attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
-    """An attention of the script's own, which ours would replace: it may compute anything."""
+    """Yield an attention of the script's own as a problem: ours would replace it, and it may compute anything."""
     configs: list[Any] = [module.config for module in pretrained.modules() if hasattr(module, "config")]
     for name in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
         function = ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
@@ -339,7 +339,7 @@ _CHECKS: tuple[Callable[[PretrainedModel], Iterator[str]], ...] = (
 
 
 def values_by_layer(config: Any, name: str) -> tuple[Any, ...]:
-    """The value of every layer; one alone where all layers have it, None where there is no such field."""
+    """Return a field's value for every layer; one value where all layers have it, None where there is no field."""
     if getattr(config, "is_heterogeneous", False):
         values = tuple(getattr(layer, name, None) for layer in config.per_layer_config)
         return values[:1] if all(value == values[0] for value in values) else values
@@ -347,7 +347,7 @@ def values_by_layer(config: Any, name: str) -> tuple[Any, ...]:
 
 
 def common_value(config: Any, name: str) -> Any:
-    """The value that all layers have; None where there is no such field. Raises `ModelError`: layers differ in it."""
+    """Return the value that all layers have; None where there is no such field. Raises `ModelError`: they differ."""
     value, *others = values_by_layer(config, name)
     if others:
         raise ModelError(

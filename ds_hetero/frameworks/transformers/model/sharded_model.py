@@ -177,7 +177,7 @@ class ShardedModel:
         return configs
 
     def _set_implementation(self, *args: Any, **kwargs: Any) -> None:
-        """In place of ``set_attn_implementation``: what is set is for whole batches, shards go on with ours."""
+        """Replace ``set_attn_implementation``: it sets attention for whole batches; shards keep ours."""
         its_class: Any = type(self.pretrained)
         for config in self._configs:
             restore_implementation(config)
@@ -371,7 +371,7 @@ class ShardedModel:
 
     @property
     def active_adapters(self) -> str:
-        """The adapters of PEFT that a forward would now use, which are those of every layer that has some."""
+        """PEFT's adapters that a forward would use now: those of every layer that has some."""
         layer = self._adapted_layer
         return "" if layer is None or layer.disable_adapters else ", ".join(layer.active_adapters)
 
@@ -435,7 +435,7 @@ class ShardedModel:
 
     @property
     def why_evaluated_whole(self) -> str:
-        """Why forwards of an evaluation cannot be cut where the model is entered, and what can be done; or nothing."""
+        """Why evaluation cannot run on shards where the model is entered, and what to do; empty if it can."""
         return why_evaluated_whole(self.pretrained)
 
     @property
@@ -454,7 +454,7 @@ class ShardedModel:
         self.loss_convention = convention
 
     def note_scaled_loss(self) -> None:
-        """A loss of the scale that the engine's average needs has been made of the latest batch."""
+        """Note that a loss with the scale that the engine's average needs was made of the latest batch."""
         self._has_scaled_loss = True
 
     def end_step(self) -> bool:
@@ -468,7 +468,7 @@ class ShardedModel:
         return decoder.training or not self._mode_was_set if override is None else override
 
     def _train(self, decoder: nn.Module, mode: bool = True) -> nn.Module:
-        """In place of ``decoder.train``: remember that the mode was set."""
+        """Replace ``decoder.train``: remember that the mode was set."""
         self._mode_was_set = True
         return type(decoder).train(decoder, mode)
 

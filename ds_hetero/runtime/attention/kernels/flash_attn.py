@@ -28,7 +28,7 @@ from ds_hetero.runtime.attention.kernels.interface import (
 
 
 def flash_attn_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
-    """Why flash-attn cannot run such a block, or None."""
+    """Return why flash-attn cannot run such a block; None if it can."""
     if device.type != "cuda":
         return f"flash-attn runs on CUDA devices, not on {device.type}"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -102,7 +102,7 @@ def _token_first(x: Tensor, is_packed: bool) -> Tensor:
 
 
 def _lengths(blocks: Blocks, device: torch.device) -> dict[str, Any]:
-    """Of many blocks; nothing of one."""
+    """Return where queries and keys of many blocks begin; nothing for one block."""
     if not isinstance(blocks, PackedBlocks):
         return {}
     return {

@@ -27,7 +27,7 @@ _aten = torch.ops.aten
 
 
 def flash_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why torch's flash operator cannot run here, or None."""
+    """Return why torch's flash operator cannot run here; None if it can."""
     if not torch.backends.cuda.is_flash_attention_available():
         return "this torch was built without its flash operator"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -89,7 +89,7 @@ def _lengths(blocks: Blocks, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tenso
 
 
 def efficient_refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why torch's memory-efficient operator cannot run here, or None."""
+    """Return why torch's memory-efficient operator cannot run here; None if it can."""
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"torch's memory-efficient operator takes float32, float16 and bfloat16, not {dtype}"
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):

@@ -28,7 +28,7 @@ from ds_hetero.runtime.attention.kernels.torch_cuda import (
 
 
 def torch_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
-    """Why this kernel cannot run such a block, or None."""
+    """Return why this kernel cannot run such a block; None if it can."""
     return None if dtype.is_floating_point else f"attention takes floating-point numbers, not {dtype}"
 
 

@@ -92,7 +92,7 @@ def _query_bounds(first_key, num_queries, num_keys, lo, hi, BLOCK_Q: tl.constexp
 
 @triton.jit
 def _phase(bounds, PHASE: tl.constexpr):
-    """Where the walk's first edge (0), its wholly visible part (1) and its second edge (2) start and stop."""
+    """Return where the walk's first edge (0), wholly visible part (1) and second edge (2) start and stop."""
     return bounds[PHASE], bounds[PHASE + 1]
 
 

@@ -88,7 +88,7 @@ def runs_on_tensor_cores(capability: int, sixteen_bit: bool) -> bool:
 
 
 def triton_refusal(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> str | None:
-    """Why the Triton kernel cannot run such a block, or None."""
+    """Return why the Triton kernel cannot run such a block; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install triton"
     if device.type != "cuda" and not (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
@@ -188,7 +188,7 @@ class TritonKernel:
 
 
 def _programs(blocks: Blocks, q: Tensor, k: Tensor, block: int, by_keys: bool) -> tuple[int, Tensor]:
-    """How many programs a head has, and the table of what each works on, which is not read where there is one block."""
+    """Return the programs of a head, and the table of what each works on; it is not read for a single block."""
     if not isinstance(blocks, PackedBlocks):
         return -(-(k if by_keys else q).shape[2] // block), q
     table = _table(blocks, block, by_keys, q.device)
@@ -224,7 +224,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of batch, heads and tokens, for each tensor."""
+    """Return the strides of batch, heads and tokens, for each tensor."""
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
