@@ -65,7 +65,7 @@ def _note_success() -> None:
 
 
 def _script_of(name: str) -> str:
-    """The file of a script, or of an installed command that is one of Python's."""
+    """Return the file of a script, or of an installed command that is one of Python's."""
     if Path(name).is_file():
         return name
     command = shutil.which(name) if Path(name).name == name else None

@@ -261,7 +261,7 @@ class StagedModel(Protocol):
         """Hold the layers of another plan, whose ranks and stages are the same."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters, by the names of the whole model."""
+        """Return this rank's parameters, by the names of the whole model."""
 
     def partial_parameters(self) -> frozenset[str]:
         """Names of parameters whose copies in a ``"tensor"`` stage have parts of a gradient's sum."""
@@ -274,10 +274,10 @@ class ModelAdapter(Protocol):
     """Adapter of the framework that models are made with: transformers."""
 
     def read_model_facts(self, model: nn.Module) -> ModelFacts:
-        """Facts of a model that is to be split over the sequence. Raises `ModelError` where it cannot be."""
+        """Return facts of a model that is to be split over the sequence. Raises `ModelError` where it cannot be."""
 
     def read_facts_of_whole_model(self, model: nn.Module) -> ModelFacts:
-        """Facts of any module, for replicas of one rank."""
+        """Return facts of any module, for replicas of one rank."""
 
     def check_quantized(self, model: nn.Module, zero_stage: int) -> None:
         """Raise `ModelError` for quantized weights that do not train as on one process."""
@@ -313,7 +313,7 @@ class ModelAdapter(Protocol):
         """Whether a model was built without weights."""
 
     def outputs_with(self, loss: Tensor, measures: Tensor | None) -> Any:
-        """Outputs of a model with a loss, and with sums that trainers log."""
+        """Return outputs of a model with a loss, and with sums that trainers log."""
 
 
 class ProcessAdapter(Protocol):

@@ -86,7 +86,7 @@ def _buffers(ds_config: DsConfig) -> Buffers:
 
 
 def _value(ds_config: Any, *path: str) -> Any:
-    """The value at a path of nested objects; None where a part of it is missing."""
+    """Return the value at a path of nested objects; None where a part of it is missing."""
     value = ds_config
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -105,7 +105,7 @@ def _offloads(ds_config: DsConfig, key: str) -> bool:
 
 
 def size_of_configuration(ds_config: DsConfig | None) -> int | None:
-    """Ranks that share a batch: ``sequence_parallel_size``, an inline schedule's, or all; None if none is said.
+    """Return ranks that share a batch: ``sequence_parallel_size``, an inline schedule's, or all; None if none is said.
 
     Where replicas take different batches, or are cut into stages, they are one worker on all ranks.
     """

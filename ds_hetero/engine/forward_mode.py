@@ -62,7 +62,7 @@ _mode: ContextVar[ForwardMode] = ContextVar("_mode", default=_USUAL)
 
 
 def forward_mode() -> ForwardMode:
-    """The mode of the moment."""
+    """Return the mode of the moment."""
     return _mode.get()
 
 

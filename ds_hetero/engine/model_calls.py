@@ -52,7 +52,7 @@ class ModelCalls:
         return SampleLoader(dataloader, self._samples, device, batches, KNOWN_LOADERS)
 
     def loss(self, outputs: Any, batch: Batch, num_items: NumItems) -> Tensor:
-        """The loss of the whole batch."""
+        """Return the loss of the whole batch."""
         loss: Tensor = outputs.loss
         if num_items is None:
             return loss

@@ -113,7 +113,7 @@ def announce_lost_restarts() -> None:
 
 
 def name_of_start(store: Store, rank: int, size: int) -> str:
-    """A name for the processes that call this together, new at each start. Raises `PeerError`: who is absent.
+    """Return a name for the processes that call this together, new at each start. Raises `PeerError`: who is absent.
 
     Caller: every rank; waits for all, as long as the store's timeout.
     """
@@ -142,7 +142,7 @@ def _give_name(meeting: Store, size: int, timeout: timedelta) -> str:
 
 
 def _ask_name(meeting: Store, rank: int, timeout: timedelta) -> str:
-    """The part of the other ranks."""
+    """Return the part of the other ranks."""
     word = secrets.token_hex(8)
     meeting.set(f"hello/{rank}", word)
     try:
@@ -408,7 +408,7 @@ def _expect_one_library(environments: Sequence[Mapping[str, str]]) -> None:
 
 
 def differing_lines(views: Sequence[Mapping[str, str]], labels: Mapping[str, str], *, absent: str) -> list[str]:
-    """One line for each key whose values differ between ranks, with the ranks of every value; at most six.
+    """Return one line for each key whose values differ between ranks, with the ranks of every value; at most six.
 
     Args:
         views: of every rank, texts by key.

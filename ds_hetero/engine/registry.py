@@ -74,7 +74,7 @@ class _Living(Generic[T]):
         self._weak: list[weakref.ref[T]] = []
 
     def all(self) -> list[T]:
-        """All prepared models that still exist."""
+        """Return all prepared models that still exist."""
         return [one for weak in self._weak if (one := weak()) is not None]
 
     @property
@@ -135,7 +135,7 @@ class Registry:
         return self.find(model) is not None or self.is_pipelined(model) or self.is_unsplit(model)
 
     def elastic_of(self, model: nn.Module) -> ElasticState | None:
-        """The state of the engine of ``model`` that outlives its process; None in a job that is not elastic."""
+        """Return the state of the engine of ``model`` that outlives its process; None in a job that is not elastic."""
         owner = self.find_pipelined(model) or self.find(model)
         return None if owner is None else owner.elastic
 
@@ -178,7 +178,7 @@ class Registry:
         return self.find_pipelined(model) is not None
 
     def find(self, model: nn.Module) -> PreparedModel | None:
-        """The preparation of ``model``, if there is one."""
+        """Return the preparation of ``model``, if there is one."""
         return next((known for known in self._prepared.all() if known.model.model is model), None)
 
     def find_split(self, model: nn.Module) -> SplitModel | None:
@@ -187,7 +187,7 @@ class Registry:
         return None if known is None or isinstance(known.model, WholeModel) else known.model
 
     def find_split_by_ranks(self, ranks: Sequence[int]) -> SplitModel | None:
-        """The latest model that is split over ``ranks``."""
+        """Return the latest model that is split over ``ranks``."""
         members = tuple(sorted(ranks))
         models = (known.model for known in reversed(self._prepared.all()) if known.model.replica.ranks == members)
         return next((model for model in models if not isinstance(model, WholeModel)), None)
@@ -346,7 +346,7 @@ class Registry:
         self._prepared.remove(prepared)
 
     def _replica_of(self, plan: Plan) -> Replica:
-        """This rank's replica under ``plan``, made when it is first needed; every rank of the world."""
+        """Return this rank's replica under ``plan``, made when it is first needed; every rank of the world."""
         if plan not in self._replicas:
             self._replicas[plan] = make_replica(plan, self.process_groups)
         return self._replicas[plan]

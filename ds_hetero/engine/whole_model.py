@@ -244,7 +244,7 @@ class WholeModel:
         return self._buffers.look()
 
     def explain_divisors(self) -> dict[str, tuple[float, float]]:
-        """Total and number of non-zeros of each small entry of the latest forward's arguments."""
+        """Return total and number of non-zeros of each small entry of the latest forward's arguments."""
         args, kwargs = self._inputs
         entries = dict(kwargs)
         for place, argument in enumerate(args):

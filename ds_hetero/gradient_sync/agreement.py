@@ -21,7 +21,7 @@ from ds_hetero.sharding.parameter_layouts import ParameterLayout
 
 
 def replicas_of(layouts: Mapping[str, ParameterLayout]) -> tuple[tuple[int, ...], ...]:
-    """Ranks of every replica, ascending. Raises `SyncError`: layouts do not tell, or a rank is in two."""
+    """Return ranks of every replica, ascending. Raises `SyncError`: layouts do not tell, or a rank is in two."""
     counts = {len(layout.cuts) for layout in layouts.values()}
     if len(counts) != 1:
         raise SyncError(f"layouts have one cut for every replica, the same number in each; got {sorted(counts)}.")

@@ -136,7 +136,7 @@ class BucketTransfer:
 
 
 def _pieces(bucket: Bucket) -> dict[str, list[tuple[Chunk, int]]]:
-    """All chunks of a bucket with their offsets in its buffer, owner after owner, by name of the parameter."""
+    """Return all chunks of a bucket with their offsets in its buffer, owner after owner, by name of the parameter."""
     by_owner = [chunk for member in bucket.members for chunk in bucket.owned(member)]
     offsets = accumulate((chunk.size for chunk in by_owner), initial=0)  # one more than there are chunks
     pieces: dict[str, list[tuple[Chunk, int]]] = {}
@@ -146,7 +146,7 @@ def _pieces(bucket: Bucket) -> dict[str, list[tuple[Chunk, int]]]:
 
 
 def _by_box(chunk: Chunk, flat: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """Every box of a chunk with its elements out of the chunk's flat values."""
+    """Yield every box of a chunk with its elements out of the chunk's flat values."""
     parts = flat.split_with_sizes([box_size(box) for box in chunk.boxes])
     for box, part in zip(chunk.boxes, parts, strict=True):
         yield box, part.view([stop - start for start, stop in box])

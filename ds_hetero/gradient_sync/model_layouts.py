@@ -61,7 +61,7 @@ def pipeline_layouts(
     *,
     partial: Collection[str] = (),
 ) -> dict[str, ParameterLayout]:
-    """The shard of every parameter with a gradient on every rank, where ranks are stages of pipelines.
+    """Return the shard of every parameter with a gradient on every rank, where ranks are stages of pipelines.
 
     Every stage that holds a parameter is a summand of its gradient: one stage of each pipeline, and for an embedding
     that is tied to the head, two. Copies in a ``"tensor"`` stage have equal gradients; in a ``"sequence"`` stage they

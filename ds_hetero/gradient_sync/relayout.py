@@ -76,7 +76,7 @@ def move_owned(values: Mapping[str, Tensor], old: Owned, new: Owned, like: Mappi
 
 
 def _packed(values: Tensor, boxes: Sequence[Box], parts: Sequence[Box]) -> Tensor:
-    """Elements of ``parts`` out of the flat values of ``boxes``, one part after the other."""
+    """Return elements of ``parts`` out of the flat values of ``boxes``, one part after the other."""
     return torch.cat([_view(values, boxes, part).reshape(-1) for part in parts])
 
 
@@ -89,7 +89,7 @@ def _unpack(arrival: _Arrival, boxes: Sequence[Box]) -> None:
 
 
 def _view(values: Tensor, boxes: Sequence[Box], part: Box) -> Tensor:
-    """The elements of ``part`` among the flat values of ``boxes``, one of which contains it."""
+    """Return the elements of ``part`` among the flat values of ``boxes``, one of which contains it."""
     offset = 0
     for box in boxes:
         size = box_size(box)

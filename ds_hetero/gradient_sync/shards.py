@@ -23,7 +23,7 @@ class Shard:
 
     @classmethod
     def of(cls, layout: ParameterLayout, rank: int) -> Shard | None:
-        """The shard of ``rank``; None if it holds no element."""
+        """Return the shard of ``rank``; None if it holds no element."""
         if 0 in layout.shape:
             return None
         for cut in layout.cuts:
@@ -68,7 +68,7 @@ class Shard:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a parameter or gradient, be it a DTensor or not; without autograd."""
+    """Return this rank's shard of a parameter or gradient, be it a DTensor or not; without autograd."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -78,7 +78,7 @@ def whole_parameter(tensor: Tensor) -> Tensor:
 
 
 def held_box(tensor: Tensor) -> Box:
-    """This rank's part of a parameter: all of it, or its shard of a DTensor."""
+    """Return this rank's part of a parameter: all of it, or its shard of a DTensor."""
     box = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor) and isinstance(placement := tensor.placements[0], placement_types.Shard):
         dim, mesh = placement.dim, tensor.device_mesh

@@ -379,7 +379,7 @@ class AsymmetricGradientSync:
         return self._weights is not None or self._tokens is None or self._tokens[0].is_completed()
 
     def _replica_weights(self) -> dict[int, float]:
-        """The weight of every rank's gradients."""
+        """Return the weight of every rank's gradients."""
         if self._weights is None:
             if self._tokens is None:
                 self._weights = {rank: 1.0 for ranks in self._replicas for rank in ranks}
@@ -396,7 +396,7 @@ class AsymmetricGradientSync:
 
 
 def _by_chunk(transfer: BucketTransfer, values: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
-    """The chunks that this rank owns in a bucket, each with its part of ``values``."""
+    """Yield the chunks that this rank owns in a bucket, each with its part of ``values``."""
     parts = values.split_with_sizes([chunk.size for chunk in transfer.owned])
     return zip(transfer.owned, parts, strict=True)
 

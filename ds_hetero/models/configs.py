@@ -70,7 +70,7 @@ def model_from_config(config: Any, name: str) -> ModelSpec:
 
 
 def _decoder_config(config: Any, name: str) -> JsonObject:
-    """The keys of the decoder, which multimodal models have in text_config. Raises `ModelError`: no object."""
+    """Return the keys of the decoder, which multimodal models have in text_config. Raises `ModelError`: no object."""
     if not isinstance(config, Mapping):
         raise ModelError(f"{name}: a model config is a JSON object, got {shortened(config)}.")
     decoder = config.get("text_config")

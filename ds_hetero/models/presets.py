@@ -83,5 +83,5 @@ def _preset_named(source: str) -> str | None:
 
 
 def model_names() -> tuple[str, ...]:
-    """Names of the presets."""
+    """Return names of the presets."""
     return tuple(sorted(path.stem for path in (config_dir() / "models").glob("*.json")))

@@ -103,7 +103,7 @@ def timeout_of_job() -> timedelta:
 
 
 def _gather(own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Every rank's ``own``, by rank of ``group``."""
+    """Return every rank's ``own``, by rank of ``group``."""
     own = own.to(message_device(group))
     table = own.new_empty(dist.get_world_size(group), own.numel())
     dist.all_gather(list(table.unbind()), own, group=group)
@@ -111,7 +111,7 @@ def _gather(own: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _gather_bytes(own: bytes, sizes: Sequence[int], group: ProcessGroup) -> list[bytes]:
-    """Every rank's ``own``, of known sizes, by rank of ``group``."""
+    """Return every rank's ``own``, of known sizes, by rank of ``group``."""
     if not any(sizes):
         return [b""] * len(sizes)
     padded = torch.frombuffer(bytearray(own.ljust(max(sizes), b"\0")), dtype=torch.uint8)

@@ -35,7 +35,7 @@ class CutLinears:
         self._taken = None
 
     def columns(self, compute: Callable[[Tensor], Tensor], x_bLI: Tensor) -> Tensor:
-        """Outputs of this rank's columns.
+        """Return outputs of this rank's columns.
 
             x_bLI   [b, L, I], the same on every rank
             result  [b, L, o]
@@ -51,7 +51,7 @@ class CutLinears:
         return compute(self._taken[1])
 
     def rows(self, compute: Callable[[Tensor], Tensor], x_bLi: Tensor, bias_O: Tensor | None = None) -> Tensor:
-        """Outputs of all rows.
+        """Return outputs of all rows.
 
             x_bLi   [b, L, i], of this rank
             bias_O  [O], the same on every rank

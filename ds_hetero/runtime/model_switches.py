@@ -38,19 +38,19 @@ def checksum(numbers: Iterable[int]) -> int:
 
 
 def what_is_trained(parameters: Iterable[nn.Parameter]) -> int:
-    """A checksum of requires_grad by parameter; `NO_GRADIENT` where gradients are off."""
+    """Return a checksum of requires_grad by parameter; `NO_GRADIENT` where gradients are off."""
     if not torch.is_grad_enabled():
         return NO_GRADIENT
     return checksum(parameter.requires_grad for parameter in parameters)
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of autocast on such a device; None where it is off."""
+    """Return the dtype of autocast on such a device; None where it is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def unlike(switch: str, by_rank: Sequence[str]) -> ModelError:
-    """The error of ranks whose models are switched differently.
+    """Return the error of ranks whose models are switched differently.
 
     Args:
         switch: its name.

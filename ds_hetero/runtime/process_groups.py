@@ -89,7 +89,7 @@ class ProcessGroups:
         return self._made[key]
 
     def made(self) -> list[tuple[tuple[int, ...], str, ProcessGroup]]:
-        """Ranks, purpose and group of all that were made, in the order in which every rank made them."""
+        """Return ranks, purpose and group of all that were made, in the order in which every rank made them."""
         return [(ranks, purpose, group) for (ranks, purpose), group in self._made.items()]
 
     def connections_of(self, group: ProcessGroup) -> Connections:

@@ -410,7 +410,7 @@ _running: Clock = UNTIMED
 
 
 def running_clock() -> Clock:
-    """The clock of the engine that is in a forward, a backward or a step; `UNTIMED` outside."""
+    """Return the clock of the engine that is in a forward, a backward or a step; `UNTIMED` outside."""
     return _running
 
 

@@ -54,12 +54,12 @@ class VocabularyPart:
         return (words - self.start).masked_fill(~own, 0), own
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
+        """Return the sum over the ranks, in place."""
         dist.all_reduce(x, group=self.group)
         return x
 
     def largest(self, x: Tensor) -> Tensor:
-        """The maximum over the ranks, in place."""
+        """Return the maximum over the ranks, in place."""
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.group)
         return x
 

@@ -66,7 +66,7 @@ def largest_error(
 def _tensors(
     case: Case, replica: Replica, length: int, device: torch.device
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor | None]:
-    """Whole q, k, v and gradient of the output, alike on all ranks, and the sinks."""
+    """Return whole q, k, v and gradient of the output, alike on all ranks, and the sinks."""
     generator = torch.Generator().manual_seed(0)
     num_heads, num_kv_heads = replica.schedule.num_heads, replica.schedule.num_kv_heads
     q, k, v, dout = (

@@ -15,7 +15,7 @@ from ds_hetero.selftest.session import Session
 
 
 def check_collectives(session: Session) -> Iterator[Line]:
-    """One line per collective."""
+    """Yield one line per collective."""
     for name, collective in _COLLECTIVES.items():
         with session.watch.call(name):
             got, wanted = collective(session)
@@ -25,12 +25,12 @@ def check_collectives(session: Session) -> Iterator[Line]:
 
 
 def _part_sizes(size: int) -> list[int]:
-    """Elements of every rank's part: unequal, and none for the second rank."""
+    """Return elements of every rank's part: unequal, and none for the second rank."""
     return [0 if rank == 1 else 3 + 5 * rank for rank in range(size)]
 
 
 def _part(rank: int, session: Session) -> Tensor:
-    """The part of rank ``rank``."""
+    """Return the part of rank ``rank``."""
     return torch.arange(_part_sizes(session.size)[rank], device=session.device, dtype=torch.float32) + 100 * rank
 
 
@@ -50,7 +50,7 @@ def _all_to_all(session: Session) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _reduce_scatter(session: Session) -> tuple[list[Tensor], list[Tensor]]:
-    """The reduction of ZeRO with unequal partitions."""
+    """Return the reduction of ZeRO with unequal partitions."""
     parts = [_part(rank, session) for rank in range(session.size)]
     received = torch.empty_like(parts[session.rank])
     dist.reduce_scatter(received, [part * (session.rank + 1) for part in parts])
@@ -68,7 +68,7 @@ def _broadcasts(session: Session) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _messages(session: Session) -> tuple[list[Tensor], list[Tensor]]:
-    """A round of a ring: to the next rank, from the one before, posted together."""
+    """Return a round of a ring: to the next rank, from the one before, posted together."""
     to, source = (session.rank + 1) % session.size, (session.rank - 1) % session.size
     sent = torch.full((7 + session.rank,), float(session.rank), device=session.device)
     received = torch.empty(7 + source, device=session.device)
@@ -82,7 +82,7 @@ def _messages(session: Session) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _bytes(session: Session) -> tuple[list[Tensor], list[Tensor]]:
-    """The small messages by which ranks agree."""
+    """Return the small messages by which ranks agree."""
     _, texts = all_gather_bytes([session.rank], b"x" * session.rank)
     return [torch.tensor([len(text) for text in texts])], [torch.arange(session.size)]
 

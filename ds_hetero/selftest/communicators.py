@@ -36,7 +36,7 @@ class _Tried(NamedTuple):
 
 
 def check_communicators(session: Session) -> Iterator[Line]:
-    """One line for all of them."""
+    """Yield one line for all of them."""
     if session.size == 1:
         yield Line(_NAME, "skip", "one process has nobody to send to")
         return
@@ -59,7 +59,7 @@ def check_communicators(session: Session) -> Iterator[Line]:
 
 
 def _line(by_rank: Sequence[dict[str, _Tried]], num_groups: int, num_bytes: int) -> Line:
-    """The verdict of all ranks, the same on each."""
+    """Return the verdict of all ranks, the same on each."""
     wrong: dict[str, list[int]] = {}
     slowest: dict[str, float] = {}
     for rank, of_rank in enumerate(by_rank):
@@ -77,7 +77,7 @@ def _line(by_rank: Sequence[dict[str, _Tried]], num_groups: int, num_bytes: int)
 
 
 def _try(session: Session, ranks: tuple[int, ...], group: ProcessGroup, num_bytes: int) -> _Tried:
-    """An all-reduce among ``ranks``, then a message to the next of them."""
+    """Return an all-reduce among ``ranks``, then a message to the next of them."""
     own, count = ranks.index(session.rank), num_bytes // 4
     values = _num_values(len(ranks))
     pattern = torch.arange(count, device=session.device, dtype=torch.float32) % values

@@ -17,7 +17,7 @@ from ds_hetero.selftest.session import Session
 
 
 def check_rates(session: Session, described: JsonObject) -> Iterator[Line]:
-    """One line per part, with what this rank measured."""
+    """Yield one line per part, with what this rank measured."""
     name = catalogue_name(described["device"], int(described["memory_gib"] * GIB))
     entry = None if name is None or session.device.type == "cpu" else CATALOGUE[name]
     timer = Timer(session.device, 0.05 if session.quick else 0.2)

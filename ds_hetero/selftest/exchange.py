@@ -25,7 +25,7 @@ _TIMES = 3.0  # the limit of a call: a kernel may be compiled first
 
 
 def check_exchange(session: Session) -> Iterator[Line]:
-    """Two lines per schedule. Each makes the process groups that training makes."""
+    """Yield two lines per schedule. Each makes the process groups that training makes."""
     if session.size == 1:
         yield Line("ragged exchange, ring", "skip", "one process has nobody to exchange with")
         return

@@ -23,7 +23,7 @@ _COLUMNS = 48
 
 
 def check_gradient_sync(session: Session) -> Iterator[Line]:
-    """One line."""
+    """Yield one line."""
     if session.size == 1:
         yield Line(_NAME, "skip", "one process has nobody to add gradients with")
         return

@@ -22,7 +22,7 @@ _TIMES = 5.0  # the limit of a call: a kernel may be compiled first
 
 
 def check_kernels(session: Session) -> Iterator[Line]:
-    """One line per kernel: grouped heads, windows, sinks, soft caps and documents in every native type."""
+    """Yield one line per kernel: grouped heads, windows, sinks, soft caps and documents in every native type."""
     for entry in KERNELS:
         name = f"kernel {entry.name}"
         if session.device.type == "cpu" and entry.name == "triton":
@@ -84,7 +84,7 @@ def _long_lengths(session: Session) -> tuple[int, ...]:
 
 
 def _features(kernel: AttentionKernel) -> dict[str, tuple[AttentionSpec, int]]:
-    """The layer that uses a feature, and its KV heads."""
+    """Return the layer that uses a feature, and its KV heads."""
     return {
         "full": (AttentionSpec(kernel, causal=False), 4),
         "causal, grouped heads": (AttentionSpec(kernel), 2),

@@ -70,7 +70,7 @@ def check_killed_rank(session: Session) -> Iterator[Line]:
 
 
 def _line(endings: list[_Ending]) -> Line:
-    """The verdict of all ranks, the same on each."""
+    """Return the verdict of all ranks, the same on each."""
     victim = len(endings) - 1
     if any(_TAKEN in ending.text for ending in endings):
         return Line(

@@ -59,7 +59,7 @@ class Meeting:
         return [json.loads(self.store.get(key)) for key in keys]
 
     def _absent(self, keys: list[str]) -> str:
-        """The ranks whose keys are missing."""
+        """Return the ranks whose keys are missing."""
         try:
             absent = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
         except RuntimeError:
@@ -121,7 +121,7 @@ class Meeting:
         return Failure(**json.loads(self.store.compare_set("failure", "", json.dumps(asdict(failure)))))
 
     def failure(self) -> Failure | None:
-        """The failure that a rank has declared, if any."""
+        """Return the failure that a rank has declared, if any."""
         return Failure(**json.loads(self.store.get("failure"))) if self.store.check(["failure"]) else None
 
     def takes_report(self) -> bool:

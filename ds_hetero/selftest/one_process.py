@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
 def batch_of(length: int, vocab_size: int, samples: int = 1) -> dict[str, Tensor]:
-    """Whole sequences, of whose first fifth no token is predicted."""
+    """Return whole sequences, of whose first fifth no token is predicted."""
     ids = torch.randint(0, vocab_size, (samples, length), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[:, : length // 5] = -100

@@ -35,7 +35,7 @@ _TOKENS = 37  # of a sequence
 
 
 def check_pipelines(session: Session) -> Iterator[Line]:
-    """One line without, one with a tied embedding."""
+    """Yield one line without, one with a tied embedding."""
     try:
         require(*TRAINING, purpose="training")
     except HeteroError as error:

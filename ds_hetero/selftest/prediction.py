@@ -35,7 +35,7 @@ _WARM_UPS, _STEPS = 2, 3
 
 
 def check_prediction(session: Session, measured: JsonDict) -> Iterator[Line]:
-    """One line for the fastest attention, and two per schedule: seconds of a step, and this rank's memory.
+    """Yield one line for the fastest attention, and two per schedule: seconds of a step, and this rank's memory.
 
     Args:
         measured: filled with the profile, without names of hosts, and with the numbers of the lines.
@@ -162,7 +162,7 @@ def _attention_flops_per_s(sample: list[float]) -> float:
 
 
 def _without_hosts(content: JsonDict) -> JsonDict:
-    """A cluster file's content whose nodes are numbered, without timings and the ranks' facts."""
+    """Return a cluster file's content whose nodes are numbered, without timings and the ranks' facts."""
     kept = {key: entry for key, entry in content.items() if key != "profile"}
     text = json.dumps(kept | {"fit_errors": content["profile"]["fit_errors"]})
     for number, node in enumerate(content["nodes"]):

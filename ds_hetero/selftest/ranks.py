@@ -113,6 +113,6 @@ def trained_dtype_of(ranks: Sequence[JsonObject]) -> torch.dtype:
 
 
 def nodes_of_ranks(ranks: Sequence[JsonObject]) -> tuple[tuple[int, ...], ...]:
-    """Ranks by node, in the order of their first ranks."""
+    """Return ranks by node, in the order of their first ranks."""
     nodes: dict[str, list[int]] = ranks_by_value((rank, described["host"]) for rank, described in enumerate(ranks))
     return tuple(map(tuple, nodes.values()))

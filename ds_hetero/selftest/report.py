@@ -60,7 +60,7 @@ class Report:
         }
 
     def text(self) -> str:
-        """The tables as plain text, to be attached to an issue."""
+        """Return the tables as plain text, to be attached to an issue."""
         buffer = io.StringIO()
         self.print(Console(file=buffer, width=_WIDTH, force_terminal=False, color_system=None))
         return buffer.getvalue()

@@ -29,7 +29,7 @@ _LEAST_WITH_PROXIES = 4  # ranks, of which two nodes have two
 
 
 def check_routed_documents(session: Session) -> Iterator[Line]:
-    """One line."""
+    """Yield one line."""
     if session.size == 1:
         yield Line(_NAME, "skip", "one process holds all documents")
         return
@@ -51,7 +51,7 @@ def check_routed_documents(session: Session) -> Iterator[Line]:
 
 
 def _placement(schedule: Schedule, length: int) -> Placement:
-    """Two documents over all units in uneven parts, and one on the last unit."""
+    """Return two documents over all units in uneven parts, and one on the last unit."""
     units = schedule.ring_size
     weights = [1 + unit % 3 for unit in range(units)]
     first, second = length * 5 // 12, length * 3 // 4

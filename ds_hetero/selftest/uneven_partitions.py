@@ -93,7 +93,7 @@ def _gather(full: Tensor, cut: Split) -> tuple[Tensor, Tensor]:
 
 
 def _reduce(full: Tensor, cut: Split) -> tuple[Tensor, Tensor]:
-    """This rank's shard of the sum; and what it should be."""
+    """Return this rank's shard of the sum; and what it should be."""
     from ds_hetero.frameworks.deepspeed.zero.weighted_gathering import reduce_to_owners
     from ds_hetero.frameworks.deepspeed.zero.weighted_shards import own_shard
 

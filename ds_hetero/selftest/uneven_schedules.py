@@ -24,7 +24,7 @@ def length_for(size: int) -> int:
 
 
 def long_length_for(session: Session) -> int:
-    """Tokens of a sequence that is long for its device: several blocks of every kernel a rank, unaligned.
+    """Return tokens of a sequence that is long for its device: several blocks of every kernel a rank, unaligned.
 
     On GPUs the whole of it is compared in float64: 8 heads of 64 at 8,259 tokens are 0.5 TFLOP, by the datasheet 2 s
     on a T4, the slowest; never measured.

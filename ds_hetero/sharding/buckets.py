@@ -23,7 +23,7 @@ class Bucket:
         return tuple(chunk for chunk in self.chunks if chunk.owner == rank)
 
     def owned_sizes(self) -> tuple[int, ...]:
-        """Elements that each member owns."""
+        """Return elements that each member owns."""
         sizes = dict.fromkeys(self.members, 0)
         for chunk in self.chunks:
             sizes[chunk.owner] += chunk.size

@@ -78,7 +78,7 @@ def cut_flat_group(num_elements: int, weights: Sequence[float]) -> Split:
 
 
 def _aligned_cuts(num_elements: int, weights: Sequence[float], unit: int) -> list[int]:
-    """The ideal boundaries in exact arithmetic, each rounded to a multiple of ``unit`` but for the last."""
+    """Return the ideal boundaries in exact arithmetic, each rounded to a multiple of ``unit`` but for the last."""
     sums = list(accumulate(map(Fraction, weights)))
     cuts = [0]
     for before in sums:
@@ -216,7 +216,7 @@ def node_pieces(num_elements: int, weights: tuple[tuple[float, ...], ...]) -> tu
 
 
 def node_sizes(within: Literal["node"] | Sequence[int], local_ranks: Sequence[int]) -> tuple[int, ...]:
-    """Ranks of every node, from ``"zero_within"``.
+    """Return ranks of every node, from ``"zero_within"``.
 
     Args:
         within: the sizes; or ``"node"``, with which a node begins at every local rank 0.

@@ -331,7 +331,7 @@ Described = tuple[str, tuple[int, ...], str, bool]
 
 
 def describe_parameters(model: torch.nn.Module) -> list[Described]:
-    """The parameters of a model, whatever of them is on this rank."""
+    """Return the parameters of a model, whatever of them is on this rank."""
     return [
         (name, tuple(getattr(parameter, "ds_shape", parameter.shape)), str(parameter.dtype), parameter.requires_grad)
         for name, parameter in model.named_parameters()

@@ -31,7 +31,7 @@ _states: dict[str, dict[str, Any]] = {}  # of the checkpoint that is being loade
 
 
 def state_in_memory(path: str) -> dict[str, Any] | None:
-    """The state that stands for a file; None where the file is one."""
+    """Return the state that stands for a file; None where the file is one."""
     return _states.get(path)
 
 
@@ -159,7 +159,7 @@ class FrozenSample:
         return [local_tensor(getattr(one, "ds_tensor", one)) for one in self._frozen]
 
     def _read(self) -> list[Tensor]:
-        """The elements, those of a type and device together."""
+        """Return the elements, those of a type and device together."""
         held = self.tensors()
         pointers = [one.data_ptr() for one in held]
         if pointers != self._pointers:
@@ -176,7 +176,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def read_part(file: str) -> State:
-    """A file of a checkpoint, whose tensors are read when used. Raises `CheckpointError`: missing or damaged."""
+    """Return a file of a checkpoint, whose tensors are read when used. Raises `CheckpointError`: missing or damaged."""
     if (in_memory := state_in_memory(file)) is not None:
         return in_memory
     try:

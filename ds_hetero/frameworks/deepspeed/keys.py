@@ -359,7 +359,7 @@ def _known(ds_config: DsConfig) -> Iterator[tuple[str, object, Key]]:
 
 
 def _paths(value: Content, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Every key with its value, sections before what is in them; not those of our own section."""
+    """Yield every key with its value, sections before what is in them; not those of our own section."""
     for name, inner in value.items():
         path = f"{prefix}{name}"
         if path == SECTION:

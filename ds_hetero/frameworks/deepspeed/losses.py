@@ -60,7 +60,7 @@ class LossScaling:
         self._weighing = UnlikeLosses(model) if isinstance(model, WholeModel) else None
 
     def scale(self, loss: Tensor, divisor: int, micro_step: int) -> Tensor:
-        """The loss to differentiate: its value is that of ``loss``.
+        """Return the loss to differentiate: its value is that of ``loss``.
 
         Args:
             loss: scalar, of the batch that the model saw last.

@@ -63,7 +63,7 @@ class BatchLayout:
         return self.placement.rows[-1].stop
 
     def parts(self, replica: Replica) -> tuple[tuple[Replica, BatchLayout], ...]:
-        """The parts of the placement with the groups that exchange heads in them; made once and kept."""
+        """Return the parts of the placement with the groups that exchange heads in them; made once and kept."""
         parts = self.placement.parts
         if len(parts) == 1 and parts[0].placement is self.placement:
             return ((replica, self),)
@@ -76,7 +76,7 @@ class BatchLayout:
         return self._parts[replica]
 
     def rings(self, rank: int, causal: bool, window: int | None) -> tuple[Ring, ...]:
-        """The part of ``rank`` in the ring of each of its lanes, for one kind of mask; made once and kept."""
+        """Return the part of ``rank`` in the ring of each of its lanes, for one kind of mask; made once and kept."""
         key = (rank, causal, window)
         if key not in self._rings:
             tables = [RingTable(self.placement, lane, causal, window) for lane in self.placement.lanes]

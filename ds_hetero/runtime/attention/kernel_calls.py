@@ -153,7 +153,7 @@ class PackedCall(Call):
 
 
 def _taken(x: Tensor, ranges: tuple[Range, ...]) -> Tensor:
-    """The tokens in ``ranges`` of [B, heads, tokens, ...]; a view where they are consecutive."""
+    """Return the tokens in ``ranges`` of [B, heads, tokens, ...]; a view where they are consecutive."""
     if all(before[1] == after[0] for before, after in pairwise(ranges)):
         return x[:, :, ranges[0][0] : ranges[-1][1]]
     return torch.index_select(x, 2, index_of(ranges, x.device))

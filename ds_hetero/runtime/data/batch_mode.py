@@ -186,7 +186,7 @@ class LoaderNames:
     at_end: tuple[str, ...] = ()  # attributes of a loader that become true with the last batch of an epoch
 
     def __or__(self, other: LoaderNames) -> LoaderNames:
-        """The names of both frameworks."""
+        """Return the names of both frameworks."""
         both = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
         return LoaderNames(**{name: tuple(dict.fromkeys(names)) for name, names in both.items()})
 

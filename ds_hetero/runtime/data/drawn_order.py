@@ -47,7 +47,7 @@ class DrawnOrder:
             )
 
     def after(self, num_batches: int) -> tuple[int, int] | None:
-        """Samples and checksum of the first batches; None where they were not noted, as by another process."""
+        """Return samples and checksum of the first batches; None where they were not noted, as by another process."""
         return self._after[num_batches] if 0 < num_batches < len(self._after) else None
 
     def expect(self, after: tuple[int, int] | None) -> None:

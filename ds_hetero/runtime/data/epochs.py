@@ -57,7 +57,7 @@ class Epochs:
         self._resumed: _Resumed | None = None  # what `resume` was given, until the epoch is begun
 
     def read(self) -> Iterator[Any]:
-        """The batches of the next epoch. Raises `BatchError`: they are others than those trained on."""
+        """Yield the batches of the next epoch. Raises `BatchError`: they are others than those trained on."""
         resumed, self._resumed = self._resumed, None
         self.checksum, self.is_under_way = 0 if self._compares else None, True
         if resumed is None:
@@ -242,7 +242,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def process_states() -> Entries:
-    """The states of the generators that torch (on the CPU), Python and numpy keep for this process."""
+    """Return the states of the generators that torch (on the CPU), Python and numpy keep for this process."""
     return {name: get_state(generator) for name, generator in _OF_PROCESS.items()}
 
 
@@ -264,7 +264,7 @@ def drawing_from(states: Batch) -> Iterator[None]:
 
 
 def generators_of(parts: Iterable[Any]) -> Entries:
-    """The generators that ``parts`` hold as attributes, each once, by class and attribute."""
+    """Return the generators that ``parts`` hold as attributes, each once, by class and attribute."""
     generators: Entries = {}
     seen: set[int] = set()
     for part in parts:

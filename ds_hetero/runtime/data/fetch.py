@@ -66,7 +66,7 @@ class FetchReports:
     keeps_some: bool = False  # a rank keeps a batch of the fetch whole, see `WholeBatches.take_kept`
 
     def ranks_by_replica(self) -> dict[int, list[int]]:
-        """Ranks of every replica."""
+        """Return ranks of every replica."""
         ranks: dict[int, list[int]] = {}
         for rank, report in enumerate(self.by_rank):
             ranks.setdefault(report.replica, []).append(rank)
@@ -243,7 +243,7 @@ class PlanningAhead:
         self._prepared: _Prepared | None = None
 
     def take(self, count: int, schedule: Schedule) -> list[PlacedBatch]:
-        """The next ``count`` batches, fewer at the end; placed anew where the schedule changed."""
+        """Return the next ``count`` batches, fewer at the end; placed anew where the schedule changed."""
         placer, prepared = self._placer(), self._prepared
         self._prepared = None
         if prepared is None:

@@ -177,7 +177,7 @@ class DividedBatches(Fetcher):
         ]
 
     def _place_filler(self, replica: Replica, placed: Sequence[PlacedBatch]) -> PlacedBatch:
-        """A filler with the entries of the last batch, as short as the schedule allows."""
+        """Return a filler with the entries of the last batch, as short as the schedule allows."""
         if placed:
             self._filler = filler_batch(placed[-1].batch, 1)
         fewest_tokens = sum(1 for group in replica.schedule.groups for weight in group.tokens if weight)

@@ -190,7 +190,7 @@ class _Way:
     outer: Node | None = None  # the topmost product with a factor that is trained
 
     def through(self, node: Node, factor: float = 1.0) -> _Way:
-        """The way on, below a multiplication by a number."""
+        """Return the way on, below a multiplication by a number."""
         return replace(
             self,
             names=(*self.names, node.name()),
@@ -199,7 +199,7 @@ class _Way:
         )
 
     def divided(self, node: Node, number: float) -> _Way:
-        """The way on, below a division by a number."""
+        """Return the way on, below a division by a number."""
         return replace(
             self,
             names=(*self.names, node.name()),
@@ -282,7 +282,7 @@ def _add(read: LossTerms, node: Node, way: _Way, term: Term) -> None:
 
 
 def _through_number(node: Node, way: _Way, read: LossTerms, of_trainer: Collection[Node]) -> tuple[Node, _Way]:
-    """The node below a product with, or a division by, a number or a trained factor."""
+    """Return the node below a product with, or a division by, a number or a trained factor."""
     first, second = (*(below for below, _ in node.next_functions), None)[:2]
     is_division = node.name().startswith("Div")
     kept: Node | None
@@ -365,7 +365,7 @@ def _vector_of_scalars(node: Node) -> list[Node] | None:
 
 
 def _common(node: Node) -> float | None:
-    """A fingerprint of the constants in a term of parameters alone; None: it is another."""
+    """Return a fingerprint of the constants in a term of parameters alone; None: it is another."""
     constants: list[float] = []
     return sum(constants) if _of_parameters(node, constants) else None
 
@@ -546,7 +546,7 @@ def _of_elements(node: Node, count: float, sizes: tuple[int, ...], rows: int) ->
 
 
 def _chain(node: Node) -> Iterator[Node]:
-    """The nodes below, by their first operands."""
+    """Yield the nodes below, by their first operands."""
     below = next(iter(_below(node)), None)
     for _ in range(_SCANNED):
         if below is None or below.name() == _LEAF:

@@ -52,7 +52,7 @@ class UnitCounts(NamedTuple):
 
     @classmethod
     def total(cls, parts: Iterable[Sequence[int]]) -> UnitCounts:
-        """The sum of several."""
+        """Return the sum of several."""
         return cls(*map(sum, zip(cls(0), *parts, strict=True)))
 
 
@@ -199,13 +199,13 @@ _DECLARE = (
 
 
 def loss_in(outputs: object) -> Tensor | None:
-    """The loss that a module returned: ``outputs.loss``, or a scalar; None where there is none."""
+    """Return the loss that a module returned: ``outputs.loss``, or a scalar; None where there is none."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() else None
 
 
 def tensors_in(entry: Batch) -> Iterator[Tensor]:
-    """The tensors in mappings and sequences."""
+    """Yield the tensors in mappings and sequences."""
     if isinstance(entry, Tensor):
         yield entry
     elif isinstance(entry, Mapping | list | tuple):

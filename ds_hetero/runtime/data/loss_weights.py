@@ -293,7 +293,7 @@ def _show(values: Sequence[object]) -> str:
 
 
 def _short(path: str) -> str:
-    """The last nodes of a path."""
+    """Return the last nodes of a path."""
     return " of ".join(node.removesuffix("Backward0") for node in path.split("/")[-3:])
 
 
@@ -327,7 +327,7 @@ def expect_same_buffers(of_ranks: Sequence[RankLoss], name: str) -> None:
 
 
 def explain(divisor: float, statistics: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The entries of a batch whose total or number of non-zeros is a divisor."""
+    """Return the entries of a batch whose total or number of non-zeros is a divisor."""
     return [
         f"{entry} {what}"
         for entry, values in statistics.items()

@@ -223,7 +223,7 @@ class SampleLoader(LoaderAround):
         self._reader.first_step = 0
 
     def _fetch(self, batches: Iterator[Any], number: int) -> list[tuple[MicroBatchWeights, Any]]:
-        """This rank's micro-batches of the step of that number in the epoch; none at its end."""
+        """Return this rank's micro-batches of the step of that number in the epoch; none at its end."""
         split, replica_id = self._split
         if self._reader is not None:
             split = self._reader.split_at(number)

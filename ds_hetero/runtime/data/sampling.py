@@ -79,7 +79,7 @@ class _Steps:
         return self._drawn.pop(min(self._drawn)).checksum if self._drawn else 0
 
     def _samples_by_step(self, samples: Iterable[Any], size: int) -> Iterator[list[Any]]:
-        """Samples of the steps not left out, ``size`` each. Raises `BatchError`: those left out have changed."""
+        """Yield samples of the steps not left out, ``size`` each. Raises `BatchError`: those left out have changed."""
         first_step, self.checksum = self.first_step, 0
         self.newest_step, self._splits = -1, [(0, self.split)]
         self._drawn.clear()
@@ -185,7 +185,7 @@ class ReplicaStream(_Steps, IterableDataset[Any]):
 def replica_samples(
     dataloader: DataLoader[Any], split: BatchSplit, replica: int, *, is_of_rank: bool = False
 ) -> DataLoader[Any]:
-    """A loader like ``dataloader``, a plain ``DataLoader``, that yields this replica's micro-batches.
+    """Return a loader like ``dataloader``, a plain ``DataLoader``, that yields this replica's micro-batches.
 
     Args:
         is_of_rank: its batch size is a rank's, so that ``drop_last`` leaves out what fills no micro-step of all ranks.
@@ -213,7 +213,7 @@ def replica_samples(
 
 
 def all_samples(dataloader: Any) -> DataLoader[Any]:
-    """The loader of one process again, from what `replica_samples` made of it."""
+    """Return the loader of one process again, from what `replica_samples` made of it."""
     reader = reader_of(dataloader)
     kept: Entries = {name: getattr(dataloader, name) for name in _COPIED}
     if isinstance(reader, ReplicaStream):

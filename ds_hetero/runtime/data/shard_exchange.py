@@ -37,7 +37,7 @@ from ds_hetero.values.placement import Placement, Placer, Rows
 
 
 def manifest(placed: PlacedBatch) -> bytes:
-    """A line of JSON, and the pickled entries that are not tensors, if there are any."""
+    """Return a line of JSON, and the pickled entries that are not tensors, if there are any."""
     batch = placed.batch
     described = {
         "length": batch.length,
@@ -144,7 +144,7 @@ def _pairs(described: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _pack(placed: PlacedBatch, rank: int) -> Tensor:
-    """All tensors of the shard of ``rank``, as bytes."""
+    """Return all tensors of the shard of ``rank``, as bytes."""
     intervals = placed.placement.intervals(rank)
     tensors = [cut(tensor, intervals) for tensor in placed.batch.sequences.values()]
     tensors += [tensor.cpu() for tensor in placed.batch.constants.values()]

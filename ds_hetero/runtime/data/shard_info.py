@@ -37,7 +37,7 @@ class ShardInfo:
 
 
 def loaded_sums(shard: Mapping[str, object]) -> dict[str, tuple[int, int]]:
-    """Sums of the places and labels of a shard, on the CPU, by name."""
+    """Return sums of the places and labels of a shard, on the CPU, by name."""
     sums = {}
     for name in ("position_ids", "shift_labels"):
         tensor = shard.get(name)

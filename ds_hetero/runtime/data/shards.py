@@ -77,7 +77,7 @@ class WholeBatch:
     keeps_inputs: bool = False  # whether the model takes whole sequences and cuts them itself; they are constants
 
     def shard(self, intervals: Sequence[tuple[int, int]]) -> Entries:
-        """The batch of the rank that holds ``intervals``: sequences [B, s, ...] in CPU memory of their own."""
+        """Return the batch of the rank that holds ``intervals``: sequences [B, s, ...] in CPU memory of their own."""
         sequences = {name: cut(tensor, intervals) for name, tensor in self.sequences.items()}
         return {**sequences, **{name: tensor.cpu() for name, tensor in self.constants.items()}, **self.objects}
 
@@ -106,7 +106,7 @@ class PlacedBatch(NamedTuple):
         return {**self.batch.fingerprints(), "placement": f"#{self.placement.fingerprint & 0xFFFFFFFF:08x}"}
 
     def shard(self, rank: int, *, num_items: int | None = None, is_filler: bool = False) -> Entries:
-        """The batch of ``rank``, with a `ShardInfo` attached to its ``position_ids``."""
+        """Return the batch of ``rank``, with a `ShardInfo` attached to its ``position_ids``."""
         shard = self.batch.shard(self.placement.intervals(rank))
         info = ShardInfo(
             placement=self.placement,
@@ -347,7 +347,7 @@ def is_shard(*tensors: Any) -> bool:
 
 @torch.no_grad()
 def _digest(tensor: Tensor) -> int:
-    """A sum that depends on the order: each number, or its bits, times its place, squared, modulo 2^64."""
+    """Return a sum that depends on the order: each number, or its bits, times its place, squared, modulo 2^64."""
     numbers = tensor.reshape(-1)
     if numbers.is_floating_point():
         numbers = numbers.view(_INTEGERS[numbers.element_size()])

@@ -212,7 +212,7 @@ class WholeBatches:
         self._epochs.resume(start, num_batches, num_again)
 
     def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> WholeBatches:
-        """The same batches without the first ``num_batches`` of the next epoch, left out by ``skip``."""
+        """Return the same batches without the first ``num_batches`` of the next epoch, left out by ``skip``."""
         batches = copy.copy(self)
         if self.reader is None:
             batches._epochs = Epochs(skip(self.dataloader, num_batches), self.names, compares=False)

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 
 def ratio(total: Tensor, count: Tensor | float) -> Tensor:
-    """A sum over this rank's samples divided by a number that adds up over ranks; zero where there is nothing.
+    """Return a sum over this rank's samples divided by a number that adds up over ranks; zero where there is nothing.
 
     Where ranks take different batches, the term is weighed by its counts; see `ds_hetero.runtime.data.loss_weights`.
     """

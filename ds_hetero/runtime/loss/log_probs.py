@@ -34,7 +34,7 @@ def lse_of_parts(lse_T: Tensor, part: VocabularyPart, of_label_T: Tensor | None 
 def token_log_probs(
     logits: Tensor, labels: Tensor, chunk_tokens: int = 1024, part: VocabularyPart | None = None
 ) -> Tensor:
-    """The log-probability of the label of each token.
+    """Return the log-probability of the label of each token.
 
     logits   [B, s, V] or [T, V]
     labels   [B, s] or [T], of the token at the same place

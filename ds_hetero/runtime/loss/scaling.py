@@ -113,7 +113,7 @@ def rescaled_loss(
     num_items: Tensor | float | None = None,
     divisor: int = 1,
 ) -> Tensor:
-    """The same value, with a gradient as that of `sequence_parallel_loss`.
+    """Return the same value, with a gradient as that of `sequence_parallel_loss`.
 
     Args:
         loss: scalar, by ``convention``. Where no token counts, it counts as 0, even if it is NaN.
@@ -150,7 +150,7 @@ def rescaled_loss(
 
 
 def loss_of_replica(loss: Tensor, replica: Replica, *, adds_up: bool = False) -> Tensor:
-    """A loss by the convention ``"replica_mean"`` in the scale that the engine averages.
+    """Return a loss by the convention ``"replica_mean"`` in the scale that the engine averages.
 
     Args:
         adds_up: losses of replicas and micro-batches add up to that of the optimizer step, since each was divided by

@@ -143,7 +143,7 @@ class Board:
         self._write(f"status/{rank}", status._replace(counts=dict(status.counts), posted=dict(status.posted)))
 
     def status(self, rank: int) -> Status | None:
-        """The latest status of a rank."""
+        """Return the latest status of a rank."""
         content = self._read(f"status/{rank}")
         if content is None:
             return None
@@ -174,7 +174,7 @@ class Board:
         return diagnosis if content is None else content
 
     def diagnosis(self) -> list[str] | None:
-        """The diagnosis that counts, if there is one."""
+        """Return the diagnosis that counts, if there is one."""
         content: list[str] | None = self._read("diagnosis")
         return content
 
@@ -348,7 +348,7 @@ class Processes:
         self._here = {number: process for number, process in enumerate(processes) if process["host"] == own_host}
 
     def dead(self) -> list[int]:
-        """Ranks of this host whose process is gone."""
+        """Return ranks of this host whose process is gone."""
         return self._in_state(_GONE)
 
     def has_lost_rank_0(self) -> bool:
@@ -357,7 +357,7 @@ class Processes:
         return process is not None and _state(process["pid"], process["started"])[0] in _GONE
 
     def stopped(self) -> list[int]:
-        """Ranks of this host whose process is stopped by a signal."""
+        """Return ranks of this host whose process is stopped by a signal."""
         return self._in_state("T")
 
     def _in_state(self, states: str) -> list[int]:

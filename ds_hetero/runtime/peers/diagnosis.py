@@ -213,7 +213,7 @@ def _is_behind(status: Status, other: Status) -> bool:
 
 
 def _circle(ahead: Mapping[int, Sequence[int]]) -> list[int]:
-    """Ranks each of which waits for another one of them; none where nobody waits for himself in the end."""
+    """Return ranks each of which waits for another one of them; none where nobody waits for himself in the end."""
     left = {rank: set(others) for rank, others in ahead.items()}
     while free := [rank for rank, others in left.items() if not others & left.keys()]:
         for rank in free:

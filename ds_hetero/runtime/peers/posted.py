@@ -214,7 +214,7 @@ class _Note(NamedTuple):
         return place_of(self.function, self.line)
 
     def numbered(self) -> Numbered:
-        """A collective."""
+        """Return a collective."""
         return Numbered(self.number, self.function, self.place)
 
     def posted(self) -> Posted:

@@ -48,7 +48,7 @@ class ScriptLine(NamedTuple):
 
 
 def line_of_script(frame: FrameType) -> ScriptLine | None:
-    """The innermost line of the script; None where there is none."""
+    """Return the innermost line of the script; None where there is none."""
     found = _first(frame, _is_of_script)
     return None if found is None else ScriptLine(found.f_code.co_filename, found.f_lineno)
 
@@ -59,7 +59,7 @@ def place_of(function: str, line: ScriptLine | None) -> str:
 
 
 def _first(frame: FrameType | None, matches: Callable[[str], bool]) -> FrameType | None:
-    """The innermost frame whose file matches, from ``frame`` outwards."""
+    """Return the innermost frame whose file matches, from ``frame`` outwards."""
     while frame is not None and not matches(frame.f_code.co_filename):
         frame = frame.f_back
     return frame

@@ -204,7 +204,7 @@ class Watch:
             self._inquire()
 
     def _present_patience_s(self, unchanged_s: float) -> float:
-        """The patience of now; less for the first question where a process of this host is gone."""
+        """Return the patience of now; less for the first question where a process of this host is gone."""
         is_first = unchanged_s >= _TICK_S and self._patience_s == _PATIENCE_S
         return _TICK_S if is_first and self._processes.dead() else self._patience_s
 

@@ -72,7 +72,7 @@ class Neighbours:
 def neighbours_of(
     plan: Plan, rank: int, groups: dict[tuple[int, int], BoundaryGroups], device: torch.device
 ) -> Neighbours:
-    """The boundaries of the stage of ``rank``, over ``groups`` of `make_boundary_groups`."""
+    """Return the boundaries of the stage of ``rank``, over ``groups`` of `make_boundary_groups`."""
     place = plan.place_of(rank)
     assert place is not None
     i, j = place

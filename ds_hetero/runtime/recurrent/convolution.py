@@ -109,7 +109,7 @@ class _Halo:
     _copies: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict, repr=False)
 
     def on(self, device: torch.device, index: Tensor) -> Tensor:
-        """One of the index tensors on ``device``; copied once."""
+        """Return one of the index tensors on ``device``; copied once."""
         key = device, id(index)
         if key not in self._copies:
             self._copies[key] = copied_to(index, device)
@@ -166,7 +166,7 @@ def _halo(replica: Replica, batch: BatchLayout, reach: int) -> _Halo:
 
 
 def _needed(intervals: Sequence[Range], sequences: Sequence[Rows], reach: int) -> set[int]:
-    """Positions before the pieces of these intervals, inside their documents."""
+    """Return positions before the pieces of these intervals, inside their documents."""
     return {
         position
         for rows in sequences
@@ -206,7 +206,7 @@ class _Pieces:
     zero: int  # place of the zero
 
     def reads(self, rows: Rows, reach: int) -> _Reads:
-        """The tables of some rows of the batch."""
+        """Return the tables of some rows of the batch."""
         read: list[Tensor] = []
         own = sum(stop - start for start, stop in self.intervals)
         kept = torch.full((own,), -1, dtype=torch.int64)

@@ -27,7 +27,7 @@ from ds_hetero.values.splits import Split, share
 
 
 def head_cuts(replica: Replica, num_heads: int) -> Cuts:
-    """Heads ``[start, stop)`` of every rank of the replica, in proportion to the schedule's tokens."""
+    """Return heads ``[start, stop)`` of every rank of the replica, in proportion to the schedule's tokens."""
     return Split(share(num_heads, replica.schedule.token_weights)).ranges
 
 
@@ -89,7 +89,7 @@ def _one_for_each(x: Tensor, heads_each: int, held: Range, own: Range) -> Tensor
 
 
 def _rows_of(call: Scan, inputs: Tensors, parameters: Tensors, rows: Rows) -> Tensor:
-    """The output of some rows of the batch: zero outside of every sequence."""
+    """Return the output of some rows of the batch: zero outside of every sequence."""
     length = next(iter(inputs.values())).shape[1]
     parts, at = [], 0
     for start, stop in rows.documents:

@@ -136,7 +136,7 @@ class AsLoaded:
 
 
 def _of_other_batches(changes: Sequence[_Changes]) -> BatchError | None:
-    """Ranks of a replica that ran forwards of different batches."""
+    """Return ranks of a replica that ran forwards of different batches."""
     known = ((rank, change.replica) for rank, change in enumerate(changes) if change.batches >= 0)
     for ranks in ranks_by_value(known).values():
         if len({changes[rank].batches for rank in ranks}) > 1:

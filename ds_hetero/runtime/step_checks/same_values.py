@@ -102,7 +102,7 @@ class SameValues:
 
 
 def same_parameters(module: nn.Module, *, rtol: float = RTOL) -> SameValues:
-    """The check of trained parameters, of a model whose parameters are whole on every rank (ZeRO 0 to 2)."""
+    """Return the check of trained parameters, of a model whose parameters are whole on every rank (ZeRO 0 to 2)."""
     named = dict(module.named_parameters())
 
     def trained() -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ def same_parameters(module: nn.Module, *, rtol: float = RTOL) -> SameValues:
 
 
 def same_untrained(module: nn.Module, *, frozen: bool, replicas: Sequence[Sequence[int]]) -> SameValues:
-    """The check of buffers and frozen parameters, which scripts and modules change.
+    """Return the check of buffers and frozen parameters, which scripts and modules change.
 
     Ranks of one replica run one batch, whose statistics are those of all of it. Replicas have a batch each, and what
     follows it differs between them under plain data parallelism, too, as of BatchNorm: that is told.
@@ -167,7 +167,7 @@ def _is_common(tensor: Tensor) -> bool:
 
 
 def _part(tensor: Tensor, step: int) -> Tensor:
-    """The numbers of ``tensor`` that ``step`` reads; the same on every rank."""
+    """Return the numbers of ``tensor`` that ``step`` reads; the same on every rank."""
     size = tensor.numel()
     if size <= _SMALLEST_PART or not tensor.is_contiguous():
         return tensor.detach()

@@ -340,14 +340,14 @@ def _saved(node: Any, name: str) -> Any:
 
 
 def _operand_numel(node: Node) -> int:
-    """Elements of what a node was made of, the first that has gradients."""
+    """Return elements of what a node was made of, the first that has gradients."""
     below, index = next((one, index) for one, index in node.next_functions if one is not None)
     metadata: Any = below._input_metadata
     return prod(int(size) for size in metadata[index].shape)
 
 
 def _multiplier(node: Any) -> Tensor | None:
-    """The number that a product or a quotient multiplies all elements with; None of unlike weights.
+    """Return the number that a product or a quotient multiplies all elements with; None of unlike weights.
 
     Raises:
         _UnreadableError: where a rank has one token, its weight looks like a number that all tokens share.

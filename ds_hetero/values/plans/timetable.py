@@ -23,7 +23,7 @@ def default_in_flight(stages: int) -> tuple[int, ...]:
 
 
 def one_f_one_b(in_flight: int, micro_batches: int) -> list[Action]:
-    """A stage's actions in order, with at most ``in_flight`` micro-batches between forward and backward.
+    """Return a stage's actions in order, with at most ``in_flight`` micro-batches between forward and backward.
 
     Example: 2 in flight and 3 micro-batches are F0, F1 B0, F2 B1, B2.
     """

@@ -185,7 +185,7 @@ def _take_frozen(pipelined: PipelinedEngine, parts: Sequence[Content], *, is_str
 
 
 def _part_of(parameter: Tensor, whole: Tensor) -> Tensor:
-    """This rank's shard of a parameter that is cut evenly along one dimension, or all of it."""
+    """Return this rank's shard of a parameter that is cut evenly along one dimension, or all of it."""
     if not isinstance(parameter, DTensor) or not isinstance(placement := parameter.placements[0], Shard):
         return whole
     coordinate = parameter.device_mesh.get_coordinate()
@@ -198,7 +198,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _folder(load_dir: Path, tag: object) -> Path | None:
-    """The folder of a checkpoint, by the tag that rank 0 reads in ``latest`` where none is given."""
+    """Return the folder of a checkpoint, by the tag that rank 0 reads in ``latest`` where none is given."""
 
     def latest() -> str | None:
         if tag is not None:

@@ -93,7 +93,7 @@ def _folder_of_tag(checkpoint: Path, tag: str | None) -> Path:
 
 
 def _whole_parts(folder: Path) -> list[Content]:
-    """The files of all ranks, which are as one save wrote them."""
+    """Return the files of all ranks, which are as one save wrote them."""
     expect_finished(folder)
     manifest = read_manifest(folder)
     if manifest is not None and (faults := changed_parts(folder, manifest, sorted(manifest.parts))):
@@ -106,7 +106,7 @@ def _whole_parts(folder: Path) -> list[Content]:
 
 
 def _batches(sizes: Mapping[str, int], most_bytes: int) -> Iterator[list[str]]:
-    """Names in runs of at most ``most_bytes``, in the order of the layers."""
+    """Yield names in runs of at most ``most_bytes``, in the order of the layers."""
     names: list[str] = []
     held = 0
     for name in sorted(sizes, key=_natural):

@@ -75,7 +75,7 @@ def _is_copy(pipelined: PipelinedEngine) -> bool:
 
 
 def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, num_items: Any, is_training: bool) -> Tensor:
-    """This rank's summand of the loss: of its labels, over ``num_items`` or over all of them."""
+    """Return this rank's summand of the loss: of its labels, over ``num_items`` or over all of them."""
     plan, rank = pipelined.plan, dist.get_rank()
     place, stage = plan.place_of(rank), plan.stage_of(rank)
     dtype = torch.promote_types(pipelined.stage.dtype, torch.float32)

@@ -136,7 +136,7 @@ OPTIMIZERS: dict[int, Replacement] = {1: _STAGES_1_AND_2, 2: _STAGES_1_AND_2, 3:
 def agree_on_owners(
     start: JobStart, ds_config: DsConfig, model: nn.Module, optimizer: Any
 ) -> tuple[tuple[float, ...], Nodes | None]:
-    """One weight per rank, and the nodes of which each owns all, if any. Raises `ConfigError` on every rank.
+    """Return one weight per rank, and the nodes of which each owns all, if any. Raises `ConfigError` on every rank.
 
     Caller: every rank of the world.
     Collectives: one `on_all_ranks`; those of `Nodes.of_job`.

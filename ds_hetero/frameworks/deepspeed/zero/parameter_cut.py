@@ -26,6 +26,6 @@ def cut_of(param: ZeroParameter) -> Split:
 
 
 def owning_group(param: ZeroParameter) -> ProcessGroup:
-    """The ranks that a parameter is cut for: those of this node with `Nodes`, else its ``ds_process_group``."""
+    """Return the ranks that a parameter is cut for: those of this node with `Nodes`, else its ``ds_process_group``."""
     group: ProcessGroup = getattr(param, OWNERS_ATTRIBUTE, param.ds_process_group)
     return group

@@ -81,7 +81,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         )
 
     def fragments(self, group_id: int, partition_id: int) -> list[tuple[Tensor, Fragment]]:
-        """The parameters of which a part of a group holds something, in its order, and what it holds."""
+        """Return the parameters of which a part of a group holds something, in its order, and what it holds."""
         parameters = self.bit16_groups[group_id]
         return [(parameters[part.parameter], part) for part in self.layouts[group_id].fragments(partition_id)]
 
@@ -172,7 +172,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         return [[self.param_names[parameter] for parameter in group] for group in self.bit16_groups]
 
     def state_dict(self) -> State:
-        """This rank's shard: DeepSpeed's, and where its parts lie."""
+        """Return this rank's shard: DeepSpeed's, and where its parts lie."""
         state: State = super().state_dict()
         state[stage12_checkpoint.LAYOUT] = stage12_checkpoint.layout_to_save(self.group_names, self.layouts)
         return state

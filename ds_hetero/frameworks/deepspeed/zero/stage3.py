@@ -191,7 +191,7 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         self._crossed.update(param.ds_id for param in params)
 
     def _gradient_of(self, param: ZeroParameter) -> Tensor:
-        """This rank's shard of the accumulated gradient of a parameter."""
+        """Return this rank's shard of the accumulated gradient of a parameter."""
         gradient: Tensor = self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition[param.ds_id]
         return gradient
 

@@ -80,7 +80,7 @@ class UsedParameters:
         return Undecided(_ONE_COUNT.format(listed(again, most=3))) if again and counted else None
 
     def _unused(self, checksums: tuple[float, ...]) -> frozenset[str]:
-        """Parameters without a gradient on every rank that holds them."""
+        """Return parameters without a gradient on every rank that holds them."""
         if not any(checksums):
             return frozenset()
         if checksums not in self._unused_of:
@@ -112,7 +112,7 @@ class _Recorded:
 
 
 def used_parameters_of(engine: Engine) -> UsedParameters:
-    """The check of an engine whose model is whole on every rank, or partitioned by ZeRO-3."""
+    """Return the check of an engine whose model is whole on every rank, or partitioned by ZeRO-3."""
     trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     optimizer = engine.optimizer
     if isinstance(optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):

@@ -84,7 +84,7 @@ def _shard_size(param: ZeroParameter) -> int:
 
 
 def shard_of(param: ZeroParameter, full: Tensor) -> Tensor:
-    """This rank's shard of a value for every element of a parameter: [n] -> [s]."""
+    """Return this rank's shard of a value for every element of a parameter: [n] -> [s]."""
     return own_shard(full, cut_of(param), owning_group(param))
 
 

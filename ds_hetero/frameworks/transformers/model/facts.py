@@ -31,7 +31,7 @@ def read_model_facts(model: nn.Module) -> ModelFacts:
 
 
 def read_facts_of_whole_model(model: nn.Module) -> ModelFacts:
-    """Facts of any module, for replicas of one rank: a model that could be split is described as one that is."""
+    """Return facts of any module, for replicas of one rank: a model that could be split is described as one that is."""
     try:
         return read_model_facts(model)
     except ModelError:
@@ -90,7 +90,7 @@ def _offloads_checkpoints(module: nn.Module) -> bool:
 
 
 def model_without_weights(source: str | Path) -> nn.Module | None:
-    """A config.json's causal language model on torch's meta device; None without one. Raises `ModelError`.
+    """Return a config.json's causal language model on torch's meta device; None without one. Raises `ModelError`.
 
     Args:
         source: see `ds_hetero.models.presets.load_model`.

@@ -488,7 +488,7 @@ def _reason(path: str, value: object) -> str:
 
 
 def _settings(kind: str, config: Any) -> Iterator[tuple[str, Any]]:
-    """The settings of LoRA that are not at their defaults, and all settings inside of those."""
+    """Yield the settings of LoRA that are not at their defaults, and all settings inside of those."""
     if kind != "LORA":
         return
     for field in fields(config):

@@ -11,14 +11,14 @@ VOCAB_SIZE = 97
 
 
 def small_llama(num_heads: int, num_kv_heads: int, max_tokens: int) -> nn.Module:
-    """A Llama of two layers with heads of 16, the same weights in every process."""
+    """Return a Llama of two layers with heads of 16, the same weights in every process."""
     return llama_of(num_heads, num_kv_heads, max_tokens, num_layers=2)
 
 
 def llama_of(
     num_heads: int, num_kv_heads: int, max_tokens: int, *, num_layers: int, is_tied: bool = False
 ) -> nn.Module:
-    """A Llama with heads of 16, the same weights in every process; ``is_tied``: its head is its embedding."""
+    """Return a Llama with heads of 16, the same weights in every process; ``is_tied``: its head is its embedding."""
     return llama(
         {
             "vocab_size": VOCAB_SIZE,
@@ -34,7 +34,7 @@ def llama_of(
 
 
 def llama(content: JsonObject) -> nn.Module:
-    """A Llama of this config.json, the same weights in every process."""
+    """Return a Llama of this config.json, the same weights in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**content)

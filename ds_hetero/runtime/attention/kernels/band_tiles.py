@@ -43,7 +43,7 @@ def forward_by_tiles(attend: Forward, q: Tensor, k: Tensor, v: Tensor, tiles: Se
 def backward_by_tiles(
     attend_backward: Backward, dout: Tensor, saved: SavedForward, tiles: Sequence[Tile]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the same, from the out and lse of the whole rows; in float32 where tiles had to be added up.
+    """Return gradients of the same, from the out and lse of the whole rows; in float32 where tiles had to be added up.
 
     Args:
         attend_backward: (dout, saved, band) -> (dq, dk, dv), for the bands that occur in ``tiles``.

@@ -81,7 +81,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 def _dense_heads(x: Tensor) -> Tensor:
-    """The same for keys and values, and every head consecutive where there are many of them."""
+    """Return the same for keys and values, and every head consecutive where there are many of them."""
     if x.shape[2] >= _DENSE_KEYS and x.stride(2) != x.shape[3]:
         return x.contiguous()
     return _dense_rows(x)

@@ -63,7 +63,7 @@ class PackedBlocks(NamedTuple):
 
     @classmethod
     def of_sizes(cls, queries: Sequence[int], keys: Sequence[int], bands: Sequence[Band]) -> PackedBlocks:
-        """Blocks of so many queries and keys."""
+        """Return blocks of so many queries and keys."""
         return cls(tuple(accumulate(queries, initial=0)), tuple(accumulate(keys, initial=0)), tuple(bands))
 
     @property

@@ -90,7 +90,7 @@ def _softmax(s: Tensor, lse: Tensor) -> Tensor:
 
 
 def _per_kv_head(x: Tensor, of_keys: Tensor) -> Tensor:
-    """Product x @ of_keys, [B, H, Q, a] @ [B, G, a, b] -> [B, H, Q, b], each group of heads with its KV head."""
+    """Return product x @ of_keys, [B, H, Q, a] @ [B, G, a, b] -> [B, H, Q, b], each group of heads with its KV head."""
     batch_size, heads, num_queries, _ = x.shape
     grouped = x.reshape(batch_size, of_keys.shape[1], -1, x.shape[-1])
     return (grouped @ of_keys).view(batch_size, heads, num_queries, -1)

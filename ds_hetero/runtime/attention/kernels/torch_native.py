@@ -77,7 +77,7 @@ _PLAIN = _Operators(plain_forward, plain_backward)
 
 
 def _operators(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None) -> _Operators:
-    """The fastest operators for such a block; only the plain ones cap scores."""
+    """Return the fastest operators for such a block; only the plain ones cap scores."""
     if softcap is not None:
         return _PLAIN
     if device.type == "cpu":

@@ -65,7 +65,7 @@ _ON_ORDINARY_CORES = {
 
 
 def block_sizes(head_dim: int, capability: int, sixteen_bit: bool) -> Launch:
-    """Blocks with which no kernel spills registers, and whose tiles fit into shared memory.
+    """Return blocks with which no kernel spills registers, and whose tiles fit into shared memory.
 
     Chosen by compiling with Triton 3.9: `python -m benchmarks.kernels` compiles all of them for sm75, 80, 86, 89, 90,
     100 and 120 and fails where one spills. Not timed on any GPU.
