@@ -140,7 +140,7 @@ class SplitModel(Protocol):
         """Refuse a shard where the head pools over the sequence. Raises `ModelError`."""
 
     def complete(self, batch: Any) -> Any:
-        """A whole batch with the positions that the model would make of the whole of it."""
+        """Return a whole batch with the positions that the model would make of the whole of it."""
 
     def place(self, schedule: Schedule, length: int, rows: tuple[Rows, ...] = ()) -> Placement:
         """Place one batch; see `ds_hetero.values.placement.Placer`."""
@@ -264,7 +264,7 @@ class StagedModel(Protocol):
         """Return this rank's parameters, by the names of the whole model."""
 
     def partial_parameters(self) -> frozenset[str]:
-        """Names of parameters whose copies in a ``"tensor"`` stage have parts of a gradient's sum."""
+        """Return names of parameters whose copies in a ``"tensor"`` stage have parts of a gradient's sum."""
 
     def save_pretrained(self, folder: str) -> None:
         """Write the weights of all stages, as transformers reads them; on every rank."""
@@ -289,7 +289,7 @@ class ModelAdapter(Protocol):
         """Switch a model to the attention of a replica."""
 
     def whole_results(self, model: Any, batch: Batch, wanted: Wanted) -> ResultsOfTokens:
-        """Results of a sharded call of a model that is not split."""
+        """Return results of a sharded call of a model that is not split."""
 
     def containers_of_experts(self, model: nn.Module) -> list[nn.Module]:
         """Modules that hold all experts of a layer."""

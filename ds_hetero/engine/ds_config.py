@@ -34,7 +34,7 @@ def says_batches(ds_config: DsConfig | None) -> bool:
 
 
 def section_of(ds_config: DsConfig) -> HeterogeneitySection | None:
-    """The "heterogeneity" section; None where there is none, or it is off. Raises `ConfigError`."""
+    """Return the "heterogeneity" section; None where there is none, or it is off. Raises `ConfigError`."""
     expect_section_name(ds_config)
     section = read_section(ds_config[SECTION]) if SECTION in ds_config else None
     if section is not None:
@@ -94,7 +94,7 @@ def _value(ds_config: Any, *path: str) -> Any:
 
 
 def _number(ds_config: DsConfig, *path: str) -> int | None:
-    """The whole number at a path; None for anything else, such as "auto"."""
+    """Return the whole number at a path; None for anything else, such as "auto"."""
     value = _value(ds_config, *path)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 

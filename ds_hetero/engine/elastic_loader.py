@@ -35,7 +35,7 @@ class ElasticLoader:
         return len(self._loader)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are left of ``count``; each is to be iterated over to its end."""
+        """Yield the epochs that are left of ``count``; each is to be iterated over to its end."""
         while self.epoch < count:
             before = self.epoch
             yield before

@@ -122,6 +122,6 @@ def sharding_is_set() -> bool | None:
 
 
 def wanted_results() -> Wanted | None:
-    """Results that calls return, if they are sharded calls."""
+    """Return results that calls return, if they are sharded calls."""
     mode = _mode.get()
     return mode.wanted if mode.takes_shards is None else None

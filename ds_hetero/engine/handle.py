@@ -170,7 +170,7 @@ class Handle:
         return wrapped
 
     def loss(self, outputs: Any, batch: Batch, num_items: Tensor | float | None = None) -> Tensor:
-        """The loss of the whole batch, equal on all ranks of the replica; call the engine's backward on it.
+        """Return the loss of the whole batch, equal on all ranks of the replica; call the engine's backward on it.
 
         Without ``num_items`` it is ``outputs.loss`` of ``engine(**batch)``.
 
@@ -193,7 +193,7 @@ class Handle:
     def mean(
         self, values: Tensor, batch: Batch, where: Tensor | None = None, num_items: Tensor | float | None = None
     ) -> Tensor:
-        """The mean of a quantity of the script's own over the whole batch, as a term to add to `loss`.
+        """Return the mean of a quantity of the script's own over the whole batch, as a term to add to `loss`.
 
         A rank's own mean would weigh tokens by how few it holds. In a loop, or in ``compute_loss`` of a Trainer with
         ``handle = ds_hetero.register()``:

@@ -118,7 +118,7 @@ class WholeLoader(LoaderAround):
             yield on_device(batch, self._target)
 
     def skipping(self, num_batches: int, skip: Callable[[Any, int], Any]) -> WholeLoader:
-        """A loader without the first ``num_batches``; see `ShardedLoader.skipping`."""
+        """Return a loader without the first ``num_batches``; see `ShardedLoader.skipping`."""
         return WholeLoader(skip(self.dataloader, num_batches), self._target, self._model)
 
     def _verify(self, model: SplitModel, batch: Any) -> None:

@@ -409,7 +409,7 @@ def _read_facts(
     ds_config: Mapping[str, object],
     sp_sizes: Mapping[str, int | None],
 ) -> JobFacts:
-    """This rank's facts of the job; raises what is wrong with them."""
+    """Return this rank's facts of the job; raises what is wrong with them."""
     assert request.section is not None
     of_batches = request.section.batch is not None
     whole = of_batches or sp_size_of(sp_sizes) == 1

@@ -240,7 +240,7 @@ class WholeModel:
         return self.model(*given.pop(_ARGUMENTS), **given)
 
     def changed_buffers(self) -> dict[str, float]:
-        """Totals of the buffers that have changed since this was asked last."""
+        """Return totals of the buffers that have changed since this was asked last."""
         return self._buffers.look()
 
     def explain_divisors(self) -> dict[str, tuple[float, float]]:

@@ -45,7 +45,7 @@ def agree(
     *,
     has_replicas: bool = False,
 ) -> dict[str, torch.dtype]:
-    """The dtype of every parameter, by name, once ranks have compared what must be the same. Raises `SyncError`.
+    """Return the dtype of every parameter, by name, once ranks have compared what must be the same. Raises `SyncError`.
 
     Args:
         settings: whatever else must be the same, compared by its ``repr``.

@@ -20,7 +20,7 @@ from ds_hetero.values.plans import Plan
 def tensor_parallel_layouts(
     parameters: Mapping[str, nn.Parameter], replica: Sequence[int], group: ProcessGroup | None = None
 ) -> dict[str, ParameterLayout]:
-    """The shard of every parameter with a gradient on every rank, where each replica has a mesh of its own.
+    """Return the shard of every parameter with a gradient on every rank, where each replica has a mesh of its own.
 
         parallelize_module(model, DeviceMesh("cuda", replica), plan)
         layouts = tensor_parallel_layouts(dict(model.named_parameters()), replica)

@@ -422,7 +422,7 @@ def _fuse(
 
 
 def _from_first_contributor(bucket: Bucket) -> Bucket:
-    """The same bucket, filled by one rank of the first replica alone, with values as their owner keeps them."""
+    """Return the same bucket, filled by one rank of the first replica alone, with values as their owner keeps them."""
     assert isinstance(bucket.dtypes, BucketDtypes)
     kept = bucket.dtypes.kept
     return replace(bucket, contributors=bucket.contributors[:1], dtypes=BucketDtypes(kept, kept))

@@ -55,7 +55,7 @@ def read_model_config(source: str | Path) -> Any:
 
 
 def _config_file(source: str | Path) -> tuple[Path, str]:
-    """The file that a source stands for, and the model's name."""
+    """Return the file that a source stands for, and the model's name."""
     path = Path(source)
     if is_folder(path):
         return path / "config.json", path.resolve().name

@@ -28,7 +28,7 @@ class ChangedBuffers:
         return bool(self._seen)
 
     def look(self) -> dict[str, float]:
-        """Totals of the buffers that have changed since the last look, by name; one that is new has not changed.
+        """Return totals of the buffers that have changed since the last look, by name; one that is new has not changed.
 
         Waits for the device where a buffer was written to.
         """

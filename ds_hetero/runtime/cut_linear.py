@@ -83,7 +83,7 @@ def with_summed_gradient(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum, in place; all ranks have the gradient of the result. Collectives: one all_reduce forward."""
+    """Return the sum, in place; all ranks have the gradient of the result. Collectives: one all_reduce forward."""
     total: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
     return total
 

@@ -119,7 +119,7 @@ def make_replica(plan: Plan, groups: ProcessGroups | None = None) -> Replica:
 
 @lru_cache(maxsize=64)
 def part_of_replica(replica: Replica, schedule: Schedule) -> Replica:
-    """The replica as lanes by heads see it: groups of ``schedule``, of the same ranks, over the group of all."""
+    """Return the replica as lanes by heads see it: groups of ``schedule``, of the same ranks, over the group of all."""
     if schedule == replica.schedule:
         return replica
     return replace(replica, plan=Plan.of_replicas([schedule]), a2a_group=replica.sp_group)

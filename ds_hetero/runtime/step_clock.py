@@ -193,7 +193,7 @@ class StepClock(Clock):
         return _Phase(self, kind, name)
 
     def begin_phase(self) -> _Mark | None:
-        """The moment at which a phase begins; None for one that takes no time of its own."""
+        """Return the moment at which a phase begins; None for one that takes no time of its own."""
         if self._inside or self._stream() != self._main_stream:
             return None
         self._inside = True

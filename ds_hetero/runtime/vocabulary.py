@@ -32,7 +32,7 @@ class VocabularyPart:
 
     @classmethod
     def of(cls, group: ProcessGroup, num_words: int) -> VocabularyPart:
-        """The part of this rank, as torch.chunk and DTensor cut."""
+        """Return the part of this rank, as torch.chunk and DTensor cut."""
         step = -(-num_words // dist.get_world_size(group))
         start = dist.get_rank(group) * step
         return cls(group=group, start=start, stop=min(start + step, num_words), num_words=num_words)

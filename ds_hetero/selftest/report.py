@@ -115,7 +115,7 @@ def _software(described: JsonObject) -> str:
 
 
 def redacted(text: str) -> str:
-    """The text without this host's name, addresses and the user's folder."""
+    """Return the text without this host's name, addresses and the user's folder."""
     for private, stand_in in ((str(Path.home()), "~"), (socket.gethostname(), "HOST")):
         if len(private) > 1:
             text = text.replace(private, stand_in)

@@ -43,7 +43,7 @@ class _Setting(NamedTuple):
 
 
 def check_training(session: Session) -> Iterator[Line]:
-    """One line per ZeRO stage, type and kind of shards."""
+    """Yield one line per ZeRO stage, type and kind of shards."""
     try:
         require(*TRAINING, purpose="training")
     except HeteroError as error:

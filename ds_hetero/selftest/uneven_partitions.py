@@ -32,7 +32,7 @@ _TIMES = 3.0  # the limit of a call: four collectives, each some times
 
 
 def check_uneven_partitions(session: Session) -> Iterator[Line]:
-    """One line for gathers, one for reduces."""
+    """Yield one line for gathers, one for reduces."""
     try:
         require(*TRAINING, purpose="ZeRO")
     except HeteroError as error:
@@ -82,7 +82,7 @@ def _timed(
 
 
 def _gather(full: Tensor, cut: Split) -> tuple[Tensor, Tensor]:
-    """The whole, put together from shards; and what it should be."""
+    """Return the whole, put together from shards; and what it should be."""
     from ds_hetero.frameworks.deepspeed.zero.weighted_gathering import Gathering
     from ds_hetero.frameworks.deepspeed.zero.weighted_shards import own_shard
 

@@ -19,7 +19,7 @@ def uneven_schedules(size: int) -> dict[str, Schedule]:
 
 
 def length_for(size: int) -> int:
-    """Tokens of a sequence that gives every rank some, and divides by nothing."""
+    """Return tokens of a sequence that gives every rank some, and divides by nothing."""
     return 24 * size + 7
 
 

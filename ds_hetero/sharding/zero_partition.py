@@ -51,7 +51,7 @@ def is_even(weights: Sequence[float]) -> bool:
 
 
 def alignment_of(num_elements: int, num_ranks: int, least: int = LEAST_ALIGNMENT) -> int:
-    """Elements of which every inner boundary of a weighted cut is a multiple.
+    """Return elements of which every inner boundary of a weighted cut is a multiple.
 
     `ALIGNMENT`, or the largest power of two below it with which few elements still make `UNITS_PER_RANK` for each rank;
     at least ``least``, also a power of two.

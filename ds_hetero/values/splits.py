@@ -86,7 +86,7 @@ def refine(splits: Sequence[Split]) -> tuple[Piece, ...]:
 
 
 def share(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole shares of ``total`` in proportion to ``weights``, by largest remainder; ties go to the lower index.
+    """Return whole shares of ``total`` in proportion to ``weights``, by largest remainder; ties go to the lower index.
 
     Computed in exact rational arithmetic, so every rank and every machine gets the same answer. A zero
     weight gets nothing.

@@ -315,7 +315,7 @@ class ElasticEngine:
 
 
 def saved_tensors(state: object) -> Iterator[Tensor]:
-    """The tensors in nested dictionaries, lists and tuples."""
+    """Yield the tensors in nested dictionaries, lists and tuples."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, Mapping):

@@ -304,7 +304,7 @@ FAULTS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
 
 
 def key_of(path: str) -> Key | None:
-    """The row of a key, its own or that of the keys below another; None where there is none."""
+    """Return the row of a key, its own or that of the keys below another; None where there is none."""
     return row_of(KEYS, path)
 
 

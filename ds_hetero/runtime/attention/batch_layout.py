@@ -138,7 +138,7 @@ def _rows_of_known(
 
 @lru_cache(maxsize=64)
 def batch_layout(placement: Placement, rows: tuple[Rows, ...]) -> BatchLayout:
-    """The layout of these rows; batches of the same structure share one, and with it its ring tables."""
+    """Return the layout of these rows; batches of the same structure share one, and with it its ring tables."""
     return BatchLayout(placement=placement.with_rows(rows))
 
 

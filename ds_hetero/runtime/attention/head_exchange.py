@@ -110,7 +110,7 @@ def scatter_sequence(
 
 
 def _pack(q_BhSD: Tensor, k_BgSD: Tensor, v_BgSD: Tensor, own: Member) -> Tensor:
-    """A flat buffer [S, B, W, D] as it travels."""
+    """Return a flat buffer [S, B, W, D] as it travels."""
     batch_size, _, tokens, head_dim = q_BhSD.shape
     packed = q_BhSD.new_empty(tokens, batch_size, own.width, head_dim)
     for part, x in zip(_heads(packed, own), (q_BhSD, k_BgSD, v_BgSD), strict=True):

@@ -201,7 +201,7 @@ def _together(group: Sequence[KernelCall]) -> tuple[Call, bool]:
 
 
 def pack_kv(k: Tensor, v: Tensor, ring: Ring) -> list[Tensor]:
-    """This rank's KV as it travels; no tensor if no other group needs it."""
+    """Return this rank's KV as it travels; no tensor if no other group needs it."""
     columns = ring.table.columns(ring.position)
     if not columns:
         return []

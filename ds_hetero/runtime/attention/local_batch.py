@@ -103,7 +103,7 @@ def gather_headers(replica: Replica, local: LocalBatch) -> list[Header]:
 
 
 def all_gather_in_replica(replica: Replica, part: Tensor) -> Tensor:
-    """One tensor of every rank, all of the same shape, one behind the other; one all_gather over the replica."""
+    """Return one tensor of every rank, all of the same shape, one behind the other; one all_gather over the replica."""
     parts = part.new_empty(len(replica.ranks), *part.shape)
     with waiting_for_peers("comparing the batch with the other ranks of its replica"):
         dist.all_gather(list(parts.unbind()), part, group=replica.sp_group)

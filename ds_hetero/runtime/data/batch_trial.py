@@ -49,7 +49,7 @@ class BatchTrial:
         self._inputs, self._longest = ({"args": args, "kwargs": kwargs}, rows), length
 
     def most(self, rows: int, fewest: int = 1) -> int:
-        """The most samples, ``fewest`` <= result <= ``rows``, that do not run out of memory; ``fewest`` fit."""
+        """Return the most samples, ``fewest`` <= result <= ``rows``, that do not run out of memory; ``fewest`` fit."""
         if self._inputs is None or self._fits(rows):
             return rows
         while rows - fewest > 1:

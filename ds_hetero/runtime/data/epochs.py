@@ -157,7 +157,7 @@ class Epochs:
         return self._names.parts(self.dataloader)
 
     def _counters(self) -> dict[str, dict[str, int]]:
-        """The whole numbers of loaders and samplers, by class and attribute."""
+        """Return the whole numbers of loaders and samplers, by class and attribute."""
         return {
             type(part).__name__: {name: value for name, value in vars(part).items() if type(value) is int}
             for part in self._counting_parts()

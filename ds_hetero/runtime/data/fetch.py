@@ -150,7 +150,7 @@ class Fetcher(ABC):
         self._placer = placer
 
     def fetch(self, replica: Replica, batches: PlanningAhead, number: int) -> list[Entries]:
-        """This rank's shards of the next batches, one per step; none at the epoch's end.
+        """Return this rank's shards of the next batches, one per step; none at the epoch's end.
 
         Caller: every rank of the world.
 

@@ -251,7 +251,7 @@ def read_terms(loss: Tensor, rows: int, of_trainer: Collection[Node] = ()) -> Lo
 def _visit(
     node: Node, way: _Way, read: LossTerms, rows: int, of_trainer: Collection[Node]
 ) -> Iterator[tuple[Node, _Way]]:
-    """The nodes below one whose result is a scalar; a reduction is added to ``read``."""
+    """Yield the nodes below one whose result is a scalar; a reduction is added to ``read``."""
     name = node.name()
     if name in _SUMS or name in SAME_VALUES or is_identity(node):
         yield from ((below, way.through(node)) for below in _below(node))
@@ -469,7 +469,7 @@ def _pairs_alike(node: Node) -> bool:
 
 
 def _reduction(node: Node, read: LossTerms, rows: int) -> Term:
-    """The mean or sum that a node is. Raises `_Unreadable`: it is another."""
+    """Return the mean or sum that a node is. Raises `_Unreadable`: it is another."""
     saved: Any = node
     name = node.name()
     if name == RATIO:
@@ -635,7 +635,7 @@ def _averages_rows_below(node: Node) -> bool:
 
 
 def _axis(dim: int, dims: int) -> int:
-    """An axis as a number >= 0; nodes keep -1 as 2**64 - 1."""
+    """Return an axis as a number >= 0; nodes keep -1 as 2**64 - 1."""
     dim = dim - 2**64 if dim >= 2**63 else dim
     return dim % dims if dims else 0
 

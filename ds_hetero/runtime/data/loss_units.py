@@ -57,7 +57,7 @@ class UnitCounts(NamedTuple):
 
 
 def labels_of(batch: Batch) -> tuple[Tensor | None, bool]:
-    """Whole numbers that a batch is trained on, ``[B]`` or ``[B, ...]``, and whether they were moved already."""
+    """Return whole numbers that a batch is trained on, ``[B]`` or ``[B, ...]``, and whether they were moved already."""
     if isinstance(batch, Mapping):
         for name, moved in (("shift_labels", True), ("labels", False)):
             labels = batch.get(name)

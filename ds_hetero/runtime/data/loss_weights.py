@@ -298,7 +298,7 @@ def _short(path: str) -> str:
 
 
 def unit_of_counts(counts: Sequence[float], of_ranks: Sequence[RankLoss], units: Sequence[str]) -> str | None:
-    """The first of ``units`` by which a mean's counts go on all ranks; None where they go by none."""
+    """Return the first of ``units`` by which a mean's counts go on all ranks; None where they go by none."""
     for unit in units:
         wanted: list[int] = [getattr(one.counts, unit) for one in of_ranks]
         shares: list[float] = [count / want for count, want in zip(counts, wanted, strict=True) if want]

@@ -292,7 +292,7 @@ def _rows(entry: Any) -> Iterator[int]:
 
 
 def on_device(entry: Any, device: torch.device) -> Any:
-    """The same batch with its tensors on ``device``; objects of the user's own are left as they are."""
+    """Return the same batch with its tensors on ``device``; objects of the user's own are left as they are."""
     if isinstance(entry, Tensor):
         return entry.to(device)
     if isinstance(entry, Mapping):

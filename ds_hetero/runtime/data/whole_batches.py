@@ -165,7 +165,7 @@ class WholeBatches:
         self.names.set_epoch(self.dataloader, epoch)
 
     def state(self) -> Any:
-        """The loader's own state; None if it has none."""
+        """Return the loader's own state; None if it has none."""
         if self._is_ahead:
             return self._state_behind
         if self._loaded_state is not None or not self.names.has_state(self.dataloader):

@@ -49,7 +49,7 @@ def sequence_parallel_loss(
     divisor: int = 1,
     num_labels: Tensor | float | None = None,
 ) -> Tensor:
-    """The replica's loss as a scalar to call backward on; table above.
+    """Return the replica's loss as a scalar to call backward on; table above.
 
     Args:
         loss_sum: scalar, this rank's token losses added up. A mean times ``num_tokens`` will do.

@@ -222,7 +222,7 @@ def _is_kept_by_rank_0(store: Store) -> bool:
 
 
 def default_group() -> dist.ProcessGroup:
-    """The process group of all ranks."""
+    """Return the process group of all ranks."""
     group = dist.group.WORLD
     assert group is not None
     return group

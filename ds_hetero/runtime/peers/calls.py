@@ -64,7 +64,7 @@ class History(NamedTuple):
     has_left: bool  # whether it has left a loop over its batches, before the loop's end, since its last fetch
 
     def at(self, index: int) -> str | None:
-        """The call of that number since the start; None where it is not known, or not made yet."""
+        """Return the call of that number since the start; None where it is not known, or not made yet."""
         place = index - self.num_before
         return self.calls[place] if 0 <= place < len(self.calls) else None
 
@@ -124,7 +124,7 @@ class Calls:
         self._has_left = True
 
     def history(self) -> History:
-        """The latest calls."""
+        """Return the latest calls."""
         latest = list(self._latest)
         return History(latest, self.number - len(latest), self._has_left)
 

@@ -100,7 +100,7 @@ def _different_gathers(statuses: Mapping[int, Status]) -> Diagnosis | None:
 
 
 def _blame(calls: Mapping[int, str], histories: Mapping[int, History]) -> str:
-    """One sentence on calls that differ: which ranks did something else than the others."""
+    """Return one sentence on calls that differ: which ranks did something else than the others."""
     groups = ranks_by_value(calls.items())
     interrupted = {rank: call for rank in calls for call in histories[rank].calls if INTERRUPTED in call}
     if interrupted and len(interrupted) < len(calls):

@@ -110,7 +110,7 @@ def latest_posted() -> Posted | None:
 
 
 def posted_by_group() -> dict[str, list[Numbered]]:
-    """The latest collectives of every process group, oldest first, where calls return before they are over."""
+    """Return the latest collectives of every process group, oldest first, where calls return before they are over."""
     with _lock_of_counts:
         noted = {group: list(calls) for group, calls in _by_group.items()}
     return {group: [each.numbered() for each in calls] for group, calls in noted.items()}
@@ -218,7 +218,7 @@ class _Note(NamedTuple):
         return Numbered(self.number, self.function, self.place)
 
     def posted(self) -> Posted:
-        """The call."""
+        """Return the call."""
         collective = Collective(self.function, self.group, self.ranks) if self.number else None
         return Posted(self.place, self.in_script, collective)
 

@@ -54,7 +54,7 @@ def line_of_script(frame: FrameType) -> ScriptLine | None:
 
 
 def place_of(function: str, line: ScriptLine | None) -> str:
-    """A call for people, as "all_reduce at train.py:41"."""
+    """Return a call for people, as "all_reduce at train.py:41"."""
     return function if line is None else f"{function} at {line}"
 
 

@@ -332,7 +332,7 @@ def current_watch() -> Watch | None:
 
 
 def start_watch(timeout_s: float, attempt: str = "") -> Watch:
-    """The watch over the default process group; every rank starts it by its first call. See `Watch`, `Board`."""
+    """Return the watch over the default process group; every rank starts it by its first call. See `Watch`, `Board`."""
     global _current
     if _current is None or _current.group is not dist.group.WORLD:
         _current = Watch(default_group(), timeout_s, attempt)

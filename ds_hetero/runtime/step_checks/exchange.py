@@ -93,7 +93,7 @@ class StepChecks:
 
 
 def _on_host(parts: Sequence[Tensor]) -> Tensor:
-    """All numbers in one tensor on the CPU; those on a GPU in one copy, the only wait for the device."""
+    """Return all numbers in one tensor on the CPU; those on a GPU in one copy, the only wait for the device."""
     on_device = [part for part in parts if part.device.type != "cpu"]
     if not on_device:
         return torch.cat(list(parts))

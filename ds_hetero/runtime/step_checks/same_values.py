@@ -146,7 +146,7 @@ def same_untrained(module: nn.Module, *, frozen: bool, replicas: Sequence[Sequen
 
 
 def same_gradients(module: nn.Module) -> SameValues:
-    """The check of gradients that have been averaged over the ranks and are whole on each (ZeRO 0)."""
+    """Return the check of gradients that have been averaged over the ranks and are whole on each (ZeRO 0)."""
     named = dict(module.named_parameters())
     nothing = torch.zeros(1)  # of a parameter without a gradient, so that ranks have the same names
 

@@ -36,7 +36,7 @@ def one_f_one_b(in_flight: int, micro_batches: int) -> list[Action]:
 
 
 def gradients_due(in_flight_after: int, sent: int, micro_batches: int) -> int:
-    """Gradients that the next stage returns once it has ``sent`` micro-batches, before it needs another one.
+    """Return gradients that the next stage returns once it has ``sent`` micro-batches, before it needs another one.
 
     Args:
         in_flight_after: micro-batches in flight of the next stage; its backward k follows its forward

@@ -22,7 +22,7 @@ def checks_of_pipelines(pipelined: PipelinedEngine, buffers: Sequence[str]) -> l
 
 
 def _used_parameters(pipelined: PipelinedEngine) -> UsedParameters:
-    """The check of parameters that no rank uses; synchronizer and optimizer change where layers move."""
+    """Return the check of parameters that no rank uses; synchronizer and optimizer change where layers move."""
     optimizer: PipelineOptimizer = pipelined.engine.optimizer
 
     def read() -> tuple[Sequence[str], Set[str]]:

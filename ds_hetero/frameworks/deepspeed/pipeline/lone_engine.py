@@ -22,7 +22,7 @@ _OURS = ("zero_optimization", "bf16", "fp16", "bfloat16", "optimizer", GRADIENT_
 
 
 def clipping_of(ds_config: DsConfig) -> float:
-    """The largest gradient norm, as DeepSpeed reads it; 0 does not clip."""
+    """Return the largest gradient norm, as DeepSpeed reads it; 0 does not clip."""
     value = ds_config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
     return float(value) if isinstance(value, int | float) else 0.0
 

@@ -162,7 +162,7 @@ def agree_on_owners(
 
 
 def _weights_of(start: JobStart, world_size: int) -> tuple[float, ...]:
-    """The ZeRO shares of all ranks that the section asks for. Raises `ConfigError`; see `check_weights`."""
+    """Return the ZeRO shares of all ranks that the section asks for. Raises `ConfigError`; see `check_weights`."""
     setting = start.section.zero_partition
     if setting == "uniform":
         return (1.0,) * world_size

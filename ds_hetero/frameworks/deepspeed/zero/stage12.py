@@ -47,7 +47,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         self.reduction_order = ReductionOrder(trained, self.dp_process_group, self._reduce)
 
     def rank_in(self, group_id: int) -> int:
-        """This rank's part of parameter group ``group_id``."""
+        """Return this rank's part of parameter group ``group_id``."""
         rank: int = dist.get_rank(group=self.real_dp_process_group[group_id])
         return rank
 

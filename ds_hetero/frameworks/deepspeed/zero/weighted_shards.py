@@ -79,7 +79,7 @@ class _ShardSize(int):
 
 
 def _shard_size(param: ZeroParameter) -> int:
-    """Elements of this rank's shard, in the place of ``partition_numel``; see `_ShardSize`."""
+    """Return elements of this rank's shard, in the place of ``partition_numel``; see `_ShardSize`."""
     return _ShardSize(param.ds_tensor.ds_numel)
 
 

@@ -114,7 +114,7 @@ def model_without_weights(source: str | Path) -> nn.Module | None:
 
 
 def _head_dim(config: Any, num_heads: int) -> int | None:
-    """The width of a head, of the widest layer's; None where the configuration does not say."""
+    """Return the width of a head, of the widest layer's; None where the configuration does not say."""
     given, hidden_size = values_by_layer(config, "head_dim"), common_value(config, "hidden_size")
     if all(isinstance(width, int) for width in given):
         return int(max(given))

@@ -22,7 +22,7 @@ from ds_hetero.runtime.model_switches import autocast_dtype, what_is_trained
 
 
 def local_batch(kwargs: Entries, dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> LocalBatch:
-    """This rank's part of a batch, from the arguments of a forward; a placeholder holds no token.
+    """Return this rank's part of a batch, from the arguments of a forward; a placeholder holds no token.
 
     Args:
         dtype: in which attention will run.

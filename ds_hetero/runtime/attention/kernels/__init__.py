@@ -97,5 +97,5 @@ def select(
 
 
 def available(device: torch.device, dtype: torch.dtype, head_dim: int) -> dict[str, str | None]:
-    """Every kernel's name with None, or with the reason why it does not work for such tensors."""
+    """Return every kernel's name with None, or with the reason why it does not work for such tensors."""
     return {entry.name: entry.refusal(device, dtype, head_dim, None) for entry in KERNELS}

@@ -248,7 +248,7 @@ def _constants(q: Tensor, blocks: BlockSizes, softcap: float | None) -> dict[str
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The next power of two, 16 at least, as Triton's products want it."""
+    """Return the next power of two, 16 at least, as Triton's products want it."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
