@@ -11,8 +11,8 @@ import deepspeed
 
 from ds_hetero.common.announce import announce
 from ds_hetero.common.extras import untested_releases
-from ds_hetero.elastic.worker import own_worker
-from ds_hetero.engine import extension_lock, process
+from ds_hetero.elastic.worker import is_elastic, own_worker
+from ds_hetero.engine import error_texts, extension_lock, start_name
 from ds_hetero.engine import names as torch_names
 from ds_hetero.engine.adapters import Adapters
 from ds_hetero.engine.handle import Handle
@@ -57,14 +57,14 @@ def register(config: str | Path | Mapping[str, Any] | None = None) -> Handle:
     for names in (torch_names, deepspeed_names, accelerate_names, transformers_names):
         expect_package(names.PACKAGE, names.WORKS, names.PRIVATE_NAMES)
     expect_no_engine()
-    if process.is_elastic() and (worker := own_worker()) is not None:
+    if is_elastic() and (worker := own_worker()) is not None:
         sign_with(worker.token)
     adapters = Adapters(models=transformers, processes=accelerate, trainers=trl)
     registry = Registry(ds_config, adapters)
     registry.patches.on_undo(_forget)
     registry.patches.on_undo(stop_watch)
-    process.install_excepthook(registry.patches)
-    process.install(registry.patches)
+    error_texts.install_excepthook(registry.patches)
+    start_name.install(registry.patches)
     extension_lock.install(registry.patches)
     transformers.install(registry)
     deepspeed_engine.install(registry)

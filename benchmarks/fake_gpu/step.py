@@ -286,14 +286,14 @@ def alone() -> Iterator[None]:
     """Let the start wait for no other rank and decide what rank 0 decides; put everything back."""
     from deepspeed.runtime.zero import utils as zero_utils
 
-    from ds_hetero.engine import process
+    from ds_hetero.engine import registered_ranks
     from ds_hetero.job.start import World
 
     size = torch.distributed.get_world_size()
     names = {"LOCAL_RANK": "0", "RANK": str(torch.distributed.get_rank()), "WORLD_SIZE": str(size)}
     with (
         mock.patch.dict(os.environ, names),
-        mock.patch.object(process, "_missing_ranks", lambda calls: []),
+        mock.patch.object(registered_ranks, "_missing_ranks", lambda calls: []),
         mock.patch.object(World, "current", lambda: World(0, size)),
         mock.patch.object(zero_utils, "assert_ints_same_as_other_ranks", lambda ints: None),
         mock.patch.object(zero_utils, "assert_lst_len_same_as_other_ranks", lambda ints: None),

@@ -25,7 +25,7 @@ FAULT_STEP = 4
 _NOBODY = 65534  # the user id without any rights
 
 _FUNCTIONS = {
-    "agreement": "ds_hetero.engine.process:expect_section_name",
+    "agreement": "ds_hetero.engine.same_configuration:expect_section_name",
     "describe": "ds_hetero.frameworks.transformers.adapter:read_model_facts",
     "cache": "ds_hetero.profiler.cache:read_profile",
     "profile": "ds_hetero.profiler.measure:memory_probe",

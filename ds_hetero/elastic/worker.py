@@ -144,6 +144,11 @@ class Worker:
 _worker: Worker | None = None
 
 
+def is_elastic() -> bool:
+    """Whether an agent of an elastic job has started this process."""
+    return AGENT in os.environ
+
+
 def own_worker() -> Worker | None:
     """Return this process as a worker, started by the first call; None in a job that is not elastic."""
     global _worker

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ds_hetero.common.reading import JsonDict
 from ds_hetero.common.text import ranks_by_value
-from ds_hetero.engine.process import is_kept_by_launcher, name_of_start
+from ds_hetero.engine.start_name import is_kept_by_launcher, name_of_start
 from ds_hetero.errors import PeerError
 
 _REPORT_S = 10.0  # for another rank to write the report of a failure

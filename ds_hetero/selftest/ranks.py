@@ -15,7 +15,7 @@ import torch
 from ds_hetero.common.reading import JsonDict, JsonObject
 from ds_hetero.common.text import ranks_by_value
 from ds_hetero.common.units import GIB
-from ds_hetero.engine.process import expect_same_environment, own_environment
+from ds_hetero.engine.same_environment import expect_same_environment, own_environment
 from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.architectures import expect_built_for
 from ds_hetero.runtime.attention.kernels import available

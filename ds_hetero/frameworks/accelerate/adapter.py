@@ -46,9 +46,9 @@ from ds_hetero.engine.loader import WholeLoader
 from ds_hetero.engine.loader_by_mode import LoaderByMode
 from ds_hetero.engine.model_calls import calls_of
 from ds_hetero.engine.patching import Function, Patches, around
-from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.read_marks import reads_shards
 from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.same_configuration import agree_on_configuration
 from ds_hetero.errors import ConfigError
 from ds_hetero.job.start import ReplicaBatches
 from ds_hetero.runtime.data.loader import ShardedLoader

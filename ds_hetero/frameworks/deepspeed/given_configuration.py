@@ -9,7 +9,7 @@ import deepspeed
 from torch import nn
 
 from ds_hetero.engine.ds_config import DsConfig
-from ds_hetero.engine.process import agree_on_configuration
+from ds_hetero.engine.same_configuration import agree_on_configuration
 from ds_hetero.frameworks.deepspeed.protocols import Arguments
 
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ds_hetero.decision.decide import JobStart
+from ds_hetero.elastic.worker import is_elastic
 from ds_hetero.engine.adapters import ElasticState
 from ds_hetero.engine.ds_config import DsConfig
 from ds_hetero.engine.patching import Function, around
-from ds_hetero.engine.process import is_elastic
 from ds_hetero.engine.registry import Registry
 from ds_hetero.errors import ModelError
 from ds_hetero.frameworks.deepspeed import elastic

@@ -23,8 +23,8 @@ from ds_hetero.engine.forward_mode import wanted_results
 from ds_hetero.engine.known_loaders import KNOWN_LOADERS
 from ds_hetero.engine.loader import ModelLoader, WholeLoader
 from ds_hetero.engine.patching import Function
-from ds_hetero.engine.process import agree_on_configuration
 from ds_hetero.engine.registry import Registry
+from ds_hetero.engine.same_configuration import agree_on_configuration
 from ds_hetero.errors import ConfigError, ModelError
 from ds_hetero.frameworks.deepspeed.mpu import expect_one_worker, mpu_of_one_worker, mpu_of_replica
 from ds_hetero.runtime.pipeline.batches import SameBatches

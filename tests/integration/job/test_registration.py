@@ -407,7 +407,7 @@ def _register_too_late(rank: int) -> tuple[str, str, str]:
     import torch.distributed as dist
 
     import ds_hetero
-    from ds_hetero.engine import process
+    from ds_hetero.engine import registered_ranks
     from ds_hetero.errors import ConfigError
 
     deepspeed.init_distributed("gloo")
@@ -416,9 +416,9 @@ def _register_too_late(rank: int) -> tuple[str, str, str]:
     if rank == 0:
         handler = logging.Handler()
         handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-        process.logger.addHandler(handler)
+        registered_ranks.logger.addHandler(handler)
         with pytest.raises(ConfigError) as caught:
-            process.expect_all_registered(warn_after_s=0.1, give_up_after_s=0.5)
+            registered_ranks.expect_all_registered(warn_after_s=0.1, give_up_after_s=0.5)
         refused = str(caught.value)
     dist.barrier()
     model = llama()

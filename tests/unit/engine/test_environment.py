@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_hetero.common import extras
-from ds_hetero.engine.process import COMPARED, HOST_VARIABLES, expect_same_environment, own_environment
+from ds_hetero.engine.same_environment import COMPARED, HOST_VARIABLES, expect_same_environment, own_environment
 from ds_hetero.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from ds_hetero.engine.process import is_kept_by_launcher, name_of_start
+from ds_hetero.engine.start_name import is_kept_by_launcher, name_of_start
 from ds_hetero.errors import PeerError
 
 
