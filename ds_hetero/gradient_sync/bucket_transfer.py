@@ -1,11 +1,16 @@
-"""A bucket as one rank sees it: where its elements lie in this rank's tensors, and the all-to-all that carries them.
+"""Transfer of a bucket: where its elements lie in this rank's tensors, and the all-to-all that carries them.
 
-The same flat buffer serves both directions: chunks in the order of their owners, so that what goes to one owner, or
-comes from it, is one contiguous piece.
+The same flat buffer serves both directions: chunks in the order of their owners, so that the elements of one owner are
+one contiguous piece.
 
     buffer     | chunks of owner 0 | chunks of owner 2 | ...       of a rank that contributes, and holds
     reduce     every contributor -> every owner        its piece   [sources, owned elements] arrive
     gather     every owner -> every contributor        all it owns
+
+    state      reduce                                  gather
+    empty      pack, until is_full                     start_gather -> under way
+    full       start_reduce -> under way
+    under way  reduced: waits -> empty                 gathered: waits -> empty
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ class BucketTransfer:
         self._size = sum(bucket.owned_sizes())
         self._owned_size = sum(chunk.size for chunk in self.owned)
         self._to_owners, self._from_contributors = bucket.reduce_sizes(rank)
-        self._missing = set(self.pieces)  # names whose gradients have not been packed in this step
+        self._missing = set(self.pieces)  # names whose gradients are not packed yet in this step
         self._send: Tensor | None = None
         self._received: Tensor | None = None
         self._work: dist.Work | None = None
@@ -78,7 +83,11 @@ class BucketTransfer:
                 part.copy_(shard.view(tensor, box))
 
     def start_reduce(self) -> None:
-        """Send the owners what was packed; on every rank. Collectives: one all_to_all_single, not waited for."""
+        """Send the packed gradients to their owners.
+
+        Caller: every member of the bucket; one that contributes nothing sends nothing.
+        Collectives: one all_to_all_single, not waited for.
+        """
         send = self._empty(0) if self._send is None else self._send
         if self._group is None:
             self._received = send
@@ -93,7 +102,11 @@ class BucketTransfer:
         return received.view(len(self.sources), self._owned_size)
 
     def start_gather(self, values: Sequence[Tensor]) -> None:
-        """Send the owned chunks to everybody who holds them. Collectives: one all_to_all_single, not waited for."""
+        """Send the owned chunks to every rank that holds them.
+
+        Caller: every member of the bucket.
+        Collectives: one all_to_all_single, not waited for.
+        """
         payload = self._empty(self._owned_size)
         parts = payload.split_with_sizes([chunk.size for chunk in self.owned])
         for part, value in zip(parts, values, strict=True):
@@ -102,7 +115,7 @@ class BucketTransfer:
             self._received = payload
             return
         received = self._empty(sum(self._to_owners))
-        payload = payload.repeat(len(self.sources))  # every contributor holds all of it
+        payload = payload.repeat(len(self.sources))  # one copy for each: every contributor holds all of it
         self._start("values to holders", payload, self._from_contributors, received, self._to_owners)
 
     def gathered(self) -> Iterator[tuple[str, Box, Tensor]]:
@@ -114,11 +127,12 @@ class BucketTransfer:
                     yield name, box, part
 
     def has_arrived(self) -> bool:
-        """Whether to take what was started would not wait."""
+        """Whether `reduced` or `gathered` would return without waiting."""
         return self._work is None or self._work.is_completed()
 
     def _start(self, what: str, send: Tensor, sent: list[int], received: Tensor, arriving: list[int]) -> None:
-        self._what, self._send, self._received = what, send, received  # kept until they have travelled
+        # Kept until the collective has ended: it reads and writes them in the background.
+        self._what, self._send, self._received = what, send, received
         with record_function(f"ds_hetero: {what}, {self._size} elements among {self._members}"):
             self._work = dist.all_to_all_single(received, send, arriving, sent, group=self._group, async_op=True)
 

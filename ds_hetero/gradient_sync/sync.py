@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -101,7 +102,8 @@ class AsymmetricGradientSync:
         self._group = default_group() if group is None else group
         self._rank = dist.get_rank()
         self._message_device = message_device(self._group)
-        self._shards = {name: shard for name in layouts if (shard := Shard.of(layouts[name], self._rank))}
+        shards = {name: Shard.of(layout, self._rank) for name, layout in layouts.items()}
+        self._shards = {name: shard for name, shard in shards.items() if shard}
         given = None if replicas is None else tuple(tuple(sorted(ranks)) for ranks in replicas)
         settings = bucket_bytes, communication_dtype, sorted((owner_weights or {}).items()), alignment, given
         dtypes = agree(parameters, self._shards, layouts, settings, self._group, has_replicas=given is not None)
@@ -110,8 +112,10 @@ class AsymmetricGradientSync:
         self._parameters = {name: parameters[name] for name in self._shards}
         self.held = tuple(self._parameters)
 
-        by_backward = [(name, layouts[name]) for name in reversed(list(layouts))]
-        chunks = [c for name, layout in by_backward for c in chunks_of(name, layout, alignment, owner_weights)]
+        # Last parameters first: a backward makes their gradients first, so that buckets fill and leave in this order.
+        chunks: list[Chunk] = []
+        for name in reversed(list(layouts)):
+            chunks += chunks_of(name, layouts[name], alignment, owner_weights)
         self._device = next((parameter.device for parameter in self._parameters.values()), self._message_device)
         self.bucket_bytes = bucket_bytes
         self._own(chunks, layouts, dtypes)
@@ -148,7 +152,7 @@ class AsymmetricGradientSync:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients of backwards inside add up here, 16-bit ones in fp32; the next backward outside sends them."""
+        """Let the gradients of backwards inside add up, 16-bit ones in fp32; the next backward outside sends them."""
         self._accumulating = True
         try:
             yield
@@ -170,7 +174,7 @@ class AsymmetricGradientSync:
         self._launch()
 
     def send_rest(self) -> None:
-        """Send what the backwards of the step did not reach, as zeros; `finish` does so too.
+        """Send gradients of zeros for parameters that the backwards of the step did not reach; `finish` does so too.
 
         Caller: every rank, after the last backward of a step and before another collective of the group: a bucket that
         left in the backward on one rank and in `finish` on another would change places with it.
@@ -182,7 +186,7 @@ class AsymmetricGradientSync:
         self._launch()
 
     def finish(self) -> None:
-        """Wait until this rank has the gradients of all that it owns, and give them to ``owned``.
+        """Wait until this rank has the gradients of all elements that it owns, and give them to ``owned``.
 
         A parameter that the backward did not reach has a gradient of zeros.
 
@@ -220,7 +224,11 @@ class AsymmetricGradientSync:
             self._unpack(in_flight.popleft())
 
     def grad_norm(self) -> float:
-        """Norm of the whole model's gradient, elements counted once; after `finish`. Collectives: one all_reduce."""
+        """Return the norm of the whole model's gradient, elements counted once; after `finish`.
+
+        Caller: every rank.
+        Collectives: one all_reduce.
+        """
         gradients = [parameter.grad for parameter in self.owned.values() if parameter.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self._device)
         for gradient in gradients:
@@ -235,7 +243,7 @@ class AsymmetricGradientSync:
             hook.remove()
 
     def _own(self, chunks: Collection[Chunk], names: Collection[str], dtypes: Mapping[str, torch.dtype]) -> None:
-        """Make what this rank owns; its chunks of a parameter lie end to end."""
+        """Make the values that this rank owns; its chunks of a parameter lie end to end."""
         self._extents: dict[Chunk, slice] = {}
         sizes: dict[str, int] = {}
         self.owned_boxes: dict[str, tuple[Box, ...]] = {}
@@ -263,18 +271,19 @@ class AsymmetricGradientSync:
         """Make buckets and process groups, the same on every rank, and the transfers that this rank takes part in."""
         wires = {name: communication_dtype or dtype for name, dtype in dtypes.items()}
         reduce = _fuse(chunks, lambda chunk: chunk.contributors, wires, dtypes, bucket_bytes)
-        gather = _fuse(chunks, lambda chunk: chunk.holders, dtypes, dtypes, bucket_bytes)[::-1]  # first layers first
+        # First layers first: the next forward runs in this order.
+        gather = _fuse(chunks, lambda chunk: chunk.holders, dtypes, dtypes, bucket_bytes)[::-1]
         groups: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(dist.get_world_size())): self._group}
         pairs: dict[tuple[int, ...], set[tuple[int, int]]] = {}
         for bucket in reduce:
             pairs.setdefault(bucket.members, set()).update(bucket.pairs())
         for bucket in gather:
             pairs.setdefault(bucket.members, set()).update((owner, holder) for holder, owner in bucket.pairs())
-        for members in sorted(pairs):
+        for members in sorted(pairs):  # sorted: all ranks make the groups in one order, since making one is collective
             if members not in groups:
                 groups[members] = made.of(members, "gradient sync") if len(members) > 1 else None
-            # The first all-to-all of a bucket starts in a hook of the backward. Would it connect ranks there, a stage
-            # could wait in it for one that waits for the gradient of this backward.
+            # Ranks are connected here, not by the first all-to-all of a bucket: that starts in a hook of the backward,
+            # where a stage could wait to be connected to one that waits for the gradient of this backward.
             group = groups[members]
             if group is not None:
                 made.connections_of(group).make(pairs[members])
@@ -304,12 +313,13 @@ class AsymmetricGradientSync:
     def _reset(self) -> None:
         self._packed: set[str] = set()
         self.reached: set[str] = set()
-        self._next = 0  # of the reductions: those before it have left
+        self._next = 0  # index of the reduction whose turn it is: those before it have left
         self._in_flight: deque[BucketTransfer] = deque()
         self._tokens = None
         self._weights: dict[int, float] | None = None
 
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        """Take the gradient that a backward has just made."""
         self.reached.add(name)
         if self._accumulating:
             self._accumulate(name, parameter)
@@ -323,8 +333,9 @@ class AsymmetricGradientSync:
         self._launch()
 
     def _accumulate(self, name: str, parameter: nn.Parameter) -> None:
+        """Add a 16-bit gradient to its sum in fp32; fp32 gradients add up in autograd."""
         if _kept(parameter.dtype) == parameter.dtype:
-            return  # autograd adds up in it
+            return
         gradient = _local_gradient(parameter)
         assert gradient is not None
         if name in self._accumulated:
@@ -335,6 +346,7 @@ class AsymmetricGradientSync:
 
     @torch.no_grad()
     def _pack(self, name: str, parameter: nn.Parameter) -> None:
+        """Copy the gradient of a step into its buckets, and free it."""
         gradient = _local_gradient(parameter)
         if name in self._accumulated:
             total = self._accumulated.pop(name)
@@ -345,7 +357,10 @@ class AsymmetricGradientSync:
         self._packed.add(name)
 
     def _launch(self) -> None:
-        """Start the buckets whose turn it is and that are full; add up those that have arrived."""
+        """Start full buckets whose turn it is; add up those that have arrived.
+
+        In turn, since members have to start the collectives of their common groups in one order.
+        """
         if self._holds_back:
             return
         while self._next < len(self._reductions) and self._reductions[self._next].is_full:
@@ -357,6 +372,7 @@ class AsymmetricGradientSync:
 
     @torch.no_grad()
     def _add_up(self, transfer: BucketTransfer) -> None:
+        """Add up the gradients of all sources for the chunks of a bucket that this rank owns."""
         weights = self._replica_weights()
         rows = transfer.reduced()
         if len(rows) == 1 and weights[transfer.sources[0]] == 1:
@@ -364,7 +380,7 @@ class AsymmetricGradientSync:
         else:
             total = torch.zeros(rows.shape[1], dtype=transfer.dtypes.kept, device=rows.device)
             for rank, row in zip(transfer.sources, rows, strict=True):
-                if weights[rank]:  # 0 times NaN is NaN
+                if weights[rank]:  # left out, not multiplied by 0: 0 times NaN is NaN
                     total.add_(row, alpha=weights[rank])
         for chunk, part in _by_chunk(transfer, total):
             owned = self.owned[chunk.name]
@@ -380,17 +396,19 @@ class AsymmetricGradientSync:
 
     def _replica_weights(self) -> dict[int, float]:
         """Return the weight of every rank's gradients."""
-        if self._weights is None:
-            if self._tokens is None:
-                self._weights = {rank: 1.0 for ranks in self._replicas for rank in ranks}
-            else:
-                work, table = self._tokens
-                with waiting_for_peers("waiting for the tokens of all replicas"):
-                    work.wait()
-                self._weights = token_weights(table.tolist(), self._replicas)
+        if self._weights is not None:
+            return self._weights
+        if self._tokens is None:
+            self._weights = dict.fromkeys(chain.from_iterable(self._replicas), 1.0)
+            return self._weights
+        work, table = self._tokens
+        with waiting_for_peers("waiting for the tokens of all replicas"):
+            work.wait()
+        self._weights = token_weights(table.tolist(), self._replicas)
         return self._weights
 
     def _unpack(self, transfer: BucketTransfer) -> None:
+        """Copy the values of a bucket that has arrived into the parameters that this rank holds."""
         for name, box, values in transfer.gathered():
             self._shards[name].view(local_tensor(self._parameters[name]), box).copy_(values)
 
@@ -416,6 +434,7 @@ def _fuse(
     dtypes: Mapping[str, torch.dtype],
     bucket_bytes: int,
 ) -> tuple[Bucket, ...]:
+    """Fuse chunks into buckets; ``wires`` are the dtypes in which they travel, by name of the parameter."""
     bucket_dtypes = {name: BucketDtypes(wire, _kept(dtypes[name])) for name, wire in wires.items()}
     item_bytes = {name: wire.itemsize for name, wire in wires.items()}
     return fuse(chunks, contributors, bucket_dtypes, item_bytes, bucket_bytes)
@@ -429,4 +448,5 @@ def _from_first_contributor(bucket: Bucket) -> Bucket:
 
 
 def _kept(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which owners keep and add up values: fp32 for 16-bit parameters."""
     return torch.promote_types(dtype, torch.float32)

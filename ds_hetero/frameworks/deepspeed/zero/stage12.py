@@ -4,6 +4,14 @@ DeepSpeed flattens every parameter group and lets rank r own ``[r * n / W, (r + 
 norms, clipping and steps work on whatever a rank owns; only the places that compute a boundary as rank times size are
 replaced here, and the all-gather of the updated parameters, which takes equal sizes only. With equal weights the
 partitions and the communication are DeepSpeed's own.
+
+Example: a group of 1,000 elements on ranks of weights 3, 1 and 1 is cut at 600 and 800, where DeepSpeed pads it to
+1,002 and cuts it at 334 and 668.
+
+    at the start     get_data_parallel_partitions, get_partition_info, initialize_gradient_partition
+    in a backward    gradients arrive in any order on each rank, and are reduced in one order (`ReductionOrder`)
+    in a step        DeepSpeed's own, whose all-gather takes parts of any size
+    in checkpoints   the layout is saved with the shards, see `stage12_checkpoint`
 """
 
 from __future__ import annotations
@@ -42,8 +50,13 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         self.weights = tuple(weights)
         self.layouts: list[FlatGroup] = []  # by parameter group, in the order of bit16_groups
         super().__init__(*args, **kwargs)
-        self._group_of = {id(p): i for i, group in enumerate(self.bit16_groups) for p in group if p.requires_grad}
-        trained = [p for group in self.bit16_groups for p in group if p.requires_grad]
+        self._group_of: dict[int, int] = {}  # by id of a trained parameter
+        trained = []
+        for group_id, group in enumerate(self.bit16_groups):
+            for parameter in group:
+                if parameter.requires_grad:
+                    self._group_of[id(parameter)] = group_id
+                    trained.append(parameter)
         self.reduction_order = ReductionOrder(trained, self.dp_process_group, self._reduce)
 
     def rank_in(self, group_id: int) -> int:
@@ -58,7 +71,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
     def get_partition_info(
         self, tensor_list: list[Tensor], partition_size: int, partition_id: int, param_padding: Any = None
     ) -> tuple[list[Tensor], list[Tensor], int]:
-        """Sort ``tensor_list`` by whether they lie in a part, and say where in the first one that does it begins.
+        """Return the tensors that a part has elements of, those that it has not, and where it begins in the first.
 
         Called while the optimizer is built, once for each group in turn and just after it was flattened, so this is
         where the layout of the group becomes known.
@@ -75,15 +88,16 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
     def _layout_of(self, group_id: int) -> FlatGroup:
         flat, parameters = self.bit16_groups_flat[group_id], self.bit16_groups[group_id]
         return FlatGroup(
-            starts=tuple(p.storage_offset() - flat.storage_offset() for p in parameters),
-            sizes=tuple(p.numel() for p in parameters),
+            starts=tuple(parameter.storage_offset() - flat.storage_offset() for parameter in parameters),
+            sizes=tuple(parameter.numel() for parameter in parameters),
             cut=cut_flat_group(flat.numel(), self.weights),
         )
 
     def fragments(self, group_id: int, partition_id: int) -> list[tuple[Tensor, Fragment]]:
-        """Return the parameters of which a part of a group holds something, in its order, and what it holds."""
+        """Return the parameters that a part of a group has elements of, in their order, each with these elements."""
         parameters = self.bit16_groups[group_id]
-        return [(parameters[part.parameter], part) for part in self.layouts[group_id].fragments(partition_id)]
+        fragments = self.layouts[group_id].fragments(partition_id)
+        return [(parameters[fragment.parameter], fragment) for fragment in fragments]
 
     def initialize_gradient_partitioning_data_structures(self) -> None:
         """Do as DeepSpeed; what reads ``partition_size`` from here on means this rank's own."""
@@ -119,10 +133,15 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
             self._get_offload_gradient_dict()
         for group_id, layout in enumerate(self.layouts):
             start, stop = layout.cut.ranges[self.rank_in(group_id)]
-            in_flat_order = sorted(zip(layout.starts, self.bit16_groups[group_id], strict=True), key=lambda at: at[0])
-            padded = sum(layout.sizes) < max(map(sum, zip(layout.starts, layout.sizes, strict=True)))
+            parameters = self.bit16_groups[group_id]
+            in_flat_order = sorted(range(len(parameters)), key=layout.starts.__getitem__)
+            last = in_flat_order[-1]
+            # DeepSpeed computes the offsets from the sizes, unless it is given them: releases without padding between
+            # parameters do not know the argument.
+            is_padded = sum(layout.sizes) < layout.starts[last] + layout.sizes[last]
+            offsets = {"param_offsets": [layout.starts[index] for index in in_flat_order]} if is_padded else {}
             link_hp_params(
-                lp_param_list=[parameter for _, parameter in in_flat_order],
+                lp_param_list=[parameters[index] for index in in_flat_order],
                 flat_hp_partition=self.single_partition_of_fp32_groups[group_id],
                 gradient_dict=self.averaged_gradients,
                 offload_gradient_dict=self.offload_gradient_dict,
@@ -132,7 +151,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
                 partition_start=start if start < stop else layout.cut.total,
                 partition_size=stop - start,
                 dp_group=self.real_dp_process_group[group_id],
-                **({"param_offsets": [at for at, _ in in_flat_order]} if padded else {}),
+                **offsets,
             )
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
@@ -157,7 +176,7 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         super().independent_gradient_partition_epilogue()
 
     def step(self, *args: object, **kwargs: object) -> None:
-        """As DeepSpeed."""
+        """Take DeepSpeed's step."""
         with _gathering_any_sizes():
             super().step(*args, **kwargs)
 
@@ -197,14 +216,9 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         """
         self._load_global_state(state)
         base = self.optimizer.state_dict()
-        self.optimizer.load_state_dict(
-            {
-                "state": {i: group.state for i, group in enumerate(groups)},
-                "param_groups": [
-                    {**now, **group.options} for now, group in zip(base["param_groups"], groups, strict=True)
-                ],
-            }
-        )
+        state_by_number = dict(enumerate(group.state for group in groups))
+        options = [{**now, **group.options} for now, group in zip(base["param_groups"], groups, strict=True)]
+        self.optimizer.load_state_dict({"state": state_by_number, "param_groups": options})
         if load_from_fp32_weights:
             for current, group in zip(self.single_partition_of_fp32_groups, groups, strict=True):
                 current.data.copy_(group.fp32)
@@ -215,14 +229,18 @@ class WeightedZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # De
         self._lazy_init_hp_params_optimizer_state()
 
     def _load_universal_checkpoint(self, checkpoint_folder: str, *_: object) -> None:
-        """As DeepSpeed, which takes for granted that every rank owns something of every group."""
+        """Load a universal checkpoint, also where this rank owns nothing of a group.
+
+        DeepSpeed reads the optimizer's step from a parameter that the rank owns. Where there is none, one stands in
+        that has no state.
+        """
         nothing = _Nothing()
         names: dict[Any, str] = self.param_names  # type: ignore[has-type]
         self.param_names = {**names, nothing: "nothing"}
-        self.groups_or_nothing = [
-            group if self.fragments(i, self.rank_in(i)) else [*group, nothing]
-            for i, group in enumerate(self.bit16_groups)
-        ]
+        self.groups_or_nothing = []
+        for group_id, group in enumerate(self.bit16_groups):
+            owns_some = bool(self.fragments(group_id, self.rank_in(group_id)))
+            self.groups_or_nothing.append(group if owns_some else [*group, nothing])
         try:
             self.load_hp_checkpoint_state_from_checkpoint_dir("groups_or_nothing", checkpoint_folder)
         finally:
@@ -245,7 +263,7 @@ class _Nothing:
 
 
 def gather_partitions(partitions: Sequence[Tensor], group: ProcessGroup) -> list[Any]:
-    """Start to bring every rank's part of a flat vector to all ranks; wait for what is returned.
+    """Start to bring every rank's part of a flat vector to all ranks; return the works to wait for.
 
         partitions   [sizes[0]], [sizes[1]], ...   views of one flat vector; zero is allowed
 
@@ -253,11 +271,11 @@ def gather_partitions(partitions: Sequence[Tensor], group: ProcessGroup) -> list
     Collectives: one broadcast for each part that is not empty, in place; none waits for another.
     Sends: as a whole, what an all-gather of equal parts sends.
     """
-    works = [
-        dist.broadcast(part.detach(), dist.get_global_rank(group, owner), group=group, async_op=True)
-        for owner, part in enumerate(partitions)
-        if part.numel()
-    ]
+    works = []
+    for owner, part in enumerate(partitions):
+        if part.numel():
+            source = dist.get_global_rank(group, owner)
+            works.append(dist.broadcast(part.detach(), source, group=group, async_op=True))
     return [work for work in works if work is not None]
 
 
@@ -273,14 +291,20 @@ def _gathering_any_sizes() -> Iterator[None]:
         *args: object,
         **kwargs: object,
     ) -> None:
-        works, equal = [], []
-        for i, parts in enumerate(partitioned_param_groups):
+        works: list[Any] = []
+        equal = []  # parameter groups whose parts have one size
+        for group_id, parts in enumerate(partitioned_param_groups):
             if len({part.numel() for part in parts}) == 1:
-                equal.append(i)
+                equal.append(group_id)
             else:
-                works += gather_partitions(parts, dp_process_group[i])
-        chosen = [[of_all[i] for i in equal] for of_all in (groups_flat, partitioned_param_groups, dp_process_group)]
-        gather_equal(*chosen, *args, **kwargs)
+                works += gather_partitions(parts, dp_process_group[group_id])
+        gather_equal(
+            [groups_flat[group_id] for group_id in equal],
+            [partitioned_param_groups[group_id] for group_id in equal],
+            [dp_process_group[group_id] for group_id in equal],
+            *args,
+            **kwargs,
+        )
         for work in works:
             work.wait()
 
