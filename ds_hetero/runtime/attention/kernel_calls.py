@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -82,16 +82,16 @@ class BlockCall(Call):
 
     @property
     def blocks(self) -> Band:
-        """The band of the only one."""
+        """The band of the only block."""
         return self.call.band
 
     def store(self, out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
         """See `Call`."""
-        at = self.call.queries
+        queries = self.call.queries
         if self.call.first:
-            out[at], lse[at] = part
+            out[queries], lse[queries] = part
         else:
-            merge_(out[at], lse[at], *part)
+            merge_(out[queries], lse[queries], *part)
 
     def add_to_queries_(self, grad: Tensor, part: Tensor) -> None:
         """See `Call`."""
@@ -122,9 +122,9 @@ class PackedCall(Call):
     @cached_property
     def blocks(self) -> PackedBlocks:
         """Where the blocks lie in the packed tensors."""
-        return PackedBlocks.of_sizes(
-            [stop - start for start, stop in self.queries], [stop - start for start, stop in self.keys], self.bands
-        )
+        query_sizes = [stop - start for start, stop in self.queries]
+        key_sizes = [stop - start for start, stop in self.keys]
+        return PackedBlocks.of_sizes(query_sizes, key_sizes, self.bands)
 
     def store(self, out: Tensor, lse: Tensor, part: tuple[Tensor, Tensor]) -> None:
         """See `Call`."""
@@ -133,9 +133,9 @@ class PackedCall(Call):
             merged, lse_merged = self._queries_of(out).clone(), self._queries_of(lse).clone()
             merge_(merged, lse_merged, out_part, lse_part)
             out_part, lse_part = merged, lse_merged
-        at = index_of(self.queries, out.device)
-        out[:, self.q_heads].index_copy_(2, at, out_part)
-        lse[:, self.q_heads].index_copy_(2, at, lse_part)
+        index = index_of(self.queries, out.device)
+        out[:, self.q_heads].index_copy_(2, index, out_part)
+        lse[:, self.q_heads].index_copy_(2, index, lse_part)
 
     def add_to_queries_(self, grad: Tensor, part: Tensor) -> None:
         """See `Call`."""
@@ -165,31 +165,36 @@ def packed_calls(calls: Sequence[KernelCall]) -> tuple[Call, ...]:
     Together are blocks with the same heads and the same window, as flash-attention counts it, that share no query and
     no key. Calls that are the first to have their queries come first: none of their queries is in any other of these.
     """
-    open_: dict[tuple[object, ...], list[list[KernelCall]]] = {}
+    groups_by_kind: dict[tuple[object, ...], list[list[KernelCall]]] = {}
     for call in calls:
-        num_queries, num_keys = (part[2].stop - part[2].start for part in (call.queries, call.keys))
-        window = call.band.window(num_queries, num_keys)
+        query_tokens, key_tokens = call.queries[2], call.keys[2]
+        window = call.band.window(query_tokens.stop - query_tokens.start, key_tokens.stop - key_tokens.start)
         heads = (call.queries[1].start, call.queries[1].stop, call.keys[1].start, call.keys[1].stop)
-        groups = open_.setdefault((heads, window, call.first), [])
-        group = next((group for group in groups if _follows(group[-1], call)), None)
-        if group is None:
-            groups.append([call])
+        groups = groups_by_kind.setdefault((heads, window, call.first), [])
+        for group in groups:
+            if _follows(group[-1], call):
+                group.append(call)
+                break
         else:
-            group.append(call)
-    made = [_together(group) for groups in open_.values() for group in groups]
-    return tuple(call for first in (True, False) for call, is_first in made if is_first == first)
+            groups.append([call])
+    groups = list(chain.from_iterable(groups_by_kind.values()))
+    first_groups = [group for group in groups if group[0].first]
+    other_groups = [group for group in groups if not group[0].first]
+    return tuple(map(_together, [*first_groups, *other_groups]))
 
 
 def _follows(before: KernelCall, call: KernelCall) -> bool:
+    """Whether a call's queries and keys all lie behind those of another."""
     follows: bool = before.queries[2].stop <= call.queries[2].start and before.keys[2].stop <= call.keys[2].start
     return follows
 
 
-def _together(group: Sequence[KernelCall]) -> tuple[Call, bool]:
+def _together(group: Sequence[KernelCall]) -> Call:
+    """Return one call for a group of calls."""
     first = group[0]
     if len(group) == 1:
-        return BlockCall(first), first.first
-    packed = PackedCall(
+        return BlockCall(first)
+    return PackedCall(
         q_heads=first.queries[1],
         kv_heads=first.keys[1],
         queries=tuple((call.queries[2].start, call.queries[2].stop) for call in group),
@@ -197,7 +202,6 @@ def _together(group: Sequence[KernelCall]) -> tuple[Call, bool]:
         bands=tuple(call.band for call in group),
         first=first.first,
     )
-    return packed, first.first
 
 
 def pack_kv(k: Tensor, v: Tensor, ring: Ring) -> list[Tensor]:
@@ -208,10 +212,12 @@ def pack_kv(k: Tensor, v: Tensor, ring: Ring) -> list[Tensor]:
     blocks = []
     for sub in ring.sub_rings:
         if len(columns) == 1:
-            blocks.append(torch.stack([x[:, sub.kv_heads, slice(*columns[0])] for x in (k, v)]))
+            tokens = slice(*columns[0])
+            blocks.append(torch.stack([k[:, sub.kv_heads, tokens], v[:, sub.kv_heads, tokens]]))
         else:
             index = index_of(columns, k.device)
-            blocks.append(torch.stack([x[:, sub.kv_heads].index_select(2, index) for x in (k, v)]))
+            parts = [x[:, sub.kv_heads].index_select(2, index) for x in (k, v)]
+            blocks.append(torch.stack(parts))
     return blocks
 
 
@@ -237,19 +243,20 @@ def index_of(columns: tuple[Range, ...], device: torch.device) -> Tensor:
 
 
 def local_kv(k: Tensor, v: Tensor, packed: list[Tensor], ring: Ring) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of the local block, per sub-ring: the packed ones, being contiguous, if they hold all tokens."""
+    """Return keys and values of the local block, by sub-ring; the packed ones, if they hold all tokens: contiguous."""
     if packed and packed[0].shape[3] == k.shape[2]:
         return [(kv[0], kv[1]) for kv in packed]
     return [(k[:, sub.kv_heads], v[:, sub.kv_heads]) for sub in ring.sub_rings]
 
 
 def block_like(q: Tensor, ring: Ring, tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    """Uninitialised memory for the KV of so many tokens, or for its gradient."""
+    """Return uninitialised memory for the KV of so many tokens, or for its gradient, by sub-ring: [2, B, g, n, D]."""
     batch_size, _, _, head_dim = q.shape
-    return [
-        q.new_empty(2, batch_size, sub.kv_heads.stop - sub.kv_heads.start, tokens, head_dim, dtype=dtype)
-        for sub in ring.sub_rings
-    ]
+    blocks = []
+    for sub in ring.sub_rings:
+        num_kv_heads = sub.kv_heads.stop - sub.kv_heads.start
+        blocks.append(q.new_empty(2, batch_size, num_kv_heads, tokens, head_dim, dtype=dtype))
+    return blocks
 
 
 def only(blocks: Mapping[int, list[Tensor]], keep: Set[int]) -> dict[int, list[Tensor]]:

@@ -78,7 +78,8 @@ def ring_backward(
     """
     clock = context.clock
     clock.count_attention(_BACKWARD_FLOPS * context.pairs * dout.shape[-1], backward=True)
-    if call := context.undivided:
+    call = context.undivided
+    if call is not None:
         with clock.phase(ATTENTION, "attention_backward"):
             return context.kernel.backward(dout, saved, context.scores, call.band)
     with clock.phase(ATTENTION, "attention_backward_begin"):
@@ -87,17 +88,22 @@ def ring_backward(
         channel = Channel(context.group, context.far_group)
         lanes = []
         for ring, kept_of_lane in zip(context.rings, kept, strict=True):
-            at = (slice(None), slice(None), ring.tokens)
-            lane_saved = SavedForward(saved.q[at], saved.k[at], saved.v[at], saved.out[at], saved.lse[at])
-            lane_grads = [x[at] for x in grads]
-            lanes.append(LaneBackward(dout[at], lane_saved, kept_of_lane, lane_grads, ring, context, channel))
-    _run([lane.rounds() for lane in (reversed(lanes) if in_reverse else lanes)], channel, context)
+            of_lane = (slice(None), slice(None), ring.tokens)  # views: the lanes fill parts of the same tensors
+            lane_saved = SavedForward(*(x[of_lane] for x in (saved.q, saved.k, saved.v, saved.out, saved.lse)))
+            lane_grads = [x[of_lane] for x in grads]
+            lanes.append(LaneBackward(dout[of_lane], lane_saved, kept_of_lane, lane_grads, ring, context, channel))
+    if in_reverse:
+        lanes.reverse()
+    _run([lane.rounds() for lane in lanes], channel, context)
     dq, dk, dv = grads
     return dq, dk, dv
 
 
 def _run(lanes: Sequence[Rounds], channel: Channel, context: RingContext) -> None:
-    """Run all lanes to their end and wait for what they have sent."""
+    """Run all lanes to their end, and wait until their messages have left.
+
+    In the placement's order where the backend pairs messages by their order, as NCCL does: it is the same on all ranks.
+    """
     if channel.keeps_order or len(lanes) < 2:
         run_in_order(lanes, context.clock)
     else:
@@ -108,6 +114,10 @@ def _run(lanes: Sequence[Rounds], channel: Channel, context: RingContext) -> Non
 
 
 def _empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out, [B, h, S, D] of zeros, and lse, [B, h, S] of -inf: a query that sees nothing keeps these.
+
+    ``out`` is token-major in memory: it is sent to the ranks of the tokens next.
+    """
     batch_size, heads, tokens, head_dim = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(tokens, batch_size, heads, head_dim, dtype=wide).permute(1, 2, 0, 3)
@@ -127,7 +137,7 @@ class RingContext:
 
     @property
     def undivided(self) -> KernelCall | None:
-        """The one call that computes everything, or None if there are more."""
+        """The one call that computes everything; None if there are several."""
         return self.rings[0].undivided if len(self.rings) == 1 else None
 
     @property
@@ -163,7 +173,7 @@ class LaneForward:
             with clock.phase(ATTENTION, "attention"):
                 mail.post(step, (ring.forward_rounds[step], self._kv))
             if step == 0:
-                yield NOTHING
+                yield NOTHING  # let every lane post its first messages before any of them computes
             for calls in _portions(ring, ring.forward_source(step), self._channel, self._context.packs(self._q)):
                 with clock.phase(ATTENTION, "attention"):
                     self._compute(step, calls)
@@ -176,10 +186,11 @@ class LaneForward:
             self.kept = self._kv.whole[ring.kept]
 
     def _compute(self, step: int, calls: Sequence[_Call]) -> None:
+        """Merge the attention of this rank's queries to the KV of a step into ``out`` and ``lse``."""
         source, context = self._ring.forward_source(step), self._context
         assert source is not None
-        for i, call in calls:
-            keys, values = self._local[i] if step == 0 else self._kv.whole[source][i]
+        for sub_ring, call in calls:
+            keys, values = self._local[sub_ring] if step == 0 else self._kv.whole[source][sub_ring]
             part = call.forward(context.kernel, (self._q, keys, values), context.scores)
             call.store(self._out, self._lse, part)
 
@@ -230,12 +241,12 @@ class LaneBackward:
                 self._kv.keep_only(ring.needed_after_backward_step[step])
 
     def _compute(self, source: int | None, calls: Sequence[_Call]) -> None:
-        """Add what the queries of this rank give to dq, and to dK/dV of the block of ``source``."""
+        """Add the gradients of this rank's queries to dq, and those of the KV block of ``source`` to its dK/dV."""
         assert source is not None
         saved, context, is_local = self._saved, self._context, source == self._ring.position
-        for i, call in calls:
-            keys, values = self._local[i] if is_local else self._kv.whole[source][i]
-            dkeys, dvalues = self._local_grads[i] if is_local else self._partial.whole[source][i]
+        for sub_ring, call in calls:
+            keys, values = self._local[sub_ring] if is_local else self._kv.whole[source][sub_ring]
+            dkeys, dvalues = self._local_grads[sub_ring] if is_local else self._partial.whole[source][sub_ring]
             block = SavedForward(saved.q, keys, values, saved.out, saved.lse)
             dq, dk, dv = call.backward(context.kernel, self._dout, block, context.scores)
             call.add_to_queries_(self._dq, dq)

@@ -27,7 +27,7 @@ from ds_hetero.runtime.replica import Replica
 from ds_hetero.runtime.step_clock import ALL_TO_ALL, UNTIMED, Clock
 from ds_hetero.values.placement import Placement, Range, Rows
 
-_FEW_RUNS = 16  # from which on tokens are picked one by one
+_FEW_RUNS = 16  # above so many runs tokens are picked one by one; chosen, never measured
 
 
 def convolution(
@@ -79,32 +79,30 @@ class _Places(NamedTuple):
     @classmethod
     def of(cls, each: Tensor) -> _Places:
         """Find the runs."""
+        # A run ends where the next place is not the next number: 4 5 6 9 10 is cut before its fourth entry.
         cuts = [0, *(torch.nonzero(each.diff() != 1).flatten() + 1).tolist(), len(each)]
         places = each.tolist()
-        return cls(each, tuple((places[a], places[b - 1] + 1) for a, b in pairwise(cuts) if a < b))
+        runs = [(places[first], places[stop - 1] + 1) for first, stop in pairwise(cuts) if first < stop]
+        return cls(each, tuple(runs))
 
 
 class _Reads(NamedTuple):
-    """Batch rows ``[start, stop)``: what goes through the convolution, and what is kept of it.
-
-    ``read`` are places in [own tokens, fetched tokens, one zero]; ``kept`` are for every own token its place in the
-    output, one behind the end for zero, if ``keeps_zeros``.
-    """
+    """Tokens of batch rows ``[start, stop)`` that go through the convolution, and those of its output that are kept."""
 
     start: int
     stop: int
-    read: _Places
-    kept: _Places
-    keeps_zeros: bool
+    read: _Places  # in [own tokens, fetched tokens, one zero]
+    kept: _Places  # in the output, for every own token; behind its end for tokens outside of documents
+    keeps_zeros: bool  # there are such tokens
 
 
 @dataclass(frozen=True, eq=False)
 class _Halo:
     """The tokens before this rank's intervals."""
 
-    give: tuple[Tensor, ...]  # for each rank, the own tokens that it needs
-    take: tuple[int, ...]  # how many tokens come from each rank
-    is_used: bool  # some rank needs one of another
+    give: tuple[Tensor, ...]  # by rank of the replica: this rank's tokens that it needs
+    take: tuple[int, ...]  # by rank of the replica: how many tokens come from it
+    is_used: bool  # some rank needs a token of another; the same on all
     rows: tuple[_Reads, ...]
     _copies: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict, repr=False)
 
@@ -117,16 +115,16 @@ class _Halo:
 
 
 class _Fetch(torch.autograd.Function):
-    """[B, C, s] to [B, C, h]: the tokens of other ranks that this one needs."""
+    """Fetches the tokens of other ranks that this one needs: [B, C, s] -> [B, C, h]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, halo: _Halo, trade: HeadTrade, clock: Clock) -> Tensor:
         ctx.halo, ctx.trade, ctx.clock, ctx.shape = halo, trade, clock, x.shape
         by_token = x.permute(2, 0, 1)
         with clock.phase(ALL_TO_ALL, "fetch_halo"):
-            send = [by_token[halo.on(x.device, index)] for index in halo.give]
-            got = trade.exchange(send, [(count, *by_token.shape[1:]) for count in halo.take])
-        return torch.cat(got).permute(1, 2, 0)
+            messages = [by_token[halo.on(x.device, index)] for index in halo.give]
+            received = trade.exchange(messages, [(count, *by_token.shape[1:]) for count in halo.take])
+        return torch.cat(received).permute(1, 2, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -134,9 +132,9 @@ class _Fetch(torch.autograd.Function):
         halo: _Halo = ctx.halo
         dx = grad.new_zeros(tokens, batch_size, channels)
         with ctx.clock.phase(ALL_TO_ALL, "return_halo"):
-            send = grad.permute(2, 0, 1).split_with_sizes(list(halo.take))
-            got = ctx.trade.exchange(send, [(len(index), batch_size, channels) for index in halo.give])
-        for index, part in zip(halo.give, got, strict=True):
+            messages = grad.permute(2, 0, 1).split_with_sizes(list(halo.take))
+            received = ctx.trade.exchange(messages, [(len(index), batch_size, channels) for index in halo.give])
+        for index, part in zip(halo.give, received, strict=True):  # several ranks may have read a token
             dx.index_add_(0, halo.on(grad.device, index), part)
         return dx.permute(1, 2, 0), None, None, None
 
@@ -144,55 +142,67 @@ class _Fetch(torch.autograd.Function):
 @lru_cache(maxsize=64)
 def _halo(replica: Replica, batch: BatchLayout, reach: int) -> _Halo:
     """Tables for a convolution that looks ``reach`` tokens back; every rank derives them from the batch's layout."""
-    sequences, places = sequences_of(batch), _Holders(batch.placement)
-    needs = [_needed(places.intervals[rank], sequences, reach) for rank in replica.ranks]
-    for rank, needed in zip(replica.ranks, needs, strict=True):
-        needed -= {position for position in needed if places.holder(position)[0] == rank}
-    held = {rank: [places.holder(p)[1] for p in sorted(needed) if places.holder(p)[0] == replica.rank]
-            for rank, needed in zip(replica.ranks, needs, strict=True)}  # fmt: skip
-    own_needs = needs[replica.ranks.index(replica.rank)]
-    fetched = sorted(own_needs, key=lambda position: (places.holder(position)[0], position))
-    takes = [sum(places.holder(position)[0] == rank for position in fetched) for rank in replica.ranks]
-    own = batch.placement.tokens(replica.rank)
-    zero = own + len(fetched)
-    place_of = {position: own + i for i, position in enumerate(fetched)}
-    pieces = _Pieces(places.intervals[replica.rank], places, replica.rank, place_of, zero)
+    sequences, holders = sequences_of(batch), _Holders(batch.placement)
+    give: list[Tensor] = []
+    take: list[int] = []
+    fetched: list[int] = []  # positions that this rank fetches, in the order in which they arrive
+    is_used = False
+    for rank in replica.ranks:
+        needed = _needed(holders, rank, sequences, reach)
+        is_used |= any(needed.values())
+        # Both ends list positions in ascending order, so that a message need not say which they are.
+        give.append(torch.tensor([holders.holder(p)[1] for p in needed.get(replica.rank, [])], dtype=torch.int64))
+        if rank == replica.rank:
+            for owner in replica.ranks:
+                take.append(len(needed.get(owner, [])))
+                fetched += needed.get(owner, [])
+    num_own = batch.placement.tokens(replica.rank)
+    place_of_fetched = {position: num_own + number for number, position in enumerate(fetched)}
+    zero = num_own + len(fetched)
+    pieces = _Pieces(holders.intervals[replica.rank], holders, replica.rank, place_of_fetched, zero)
     return _Halo(
-        give=tuple(torch.tensor(held[rank], dtype=torch.int64) for rank in replica.ranks),
-        take=tuple(takes),
-        is_used=any(needs),
+        give=tuple(give),
+        take=tuple(take),
+        is_used=is_used,
         rows=tuple(pieces.reads(rows, reach) for rows in sequences),
     )
 
 
-def _needed(intervals: Sequence[Range], sequences: Sequence[Rows], reach: int) -> set[int]:
-    """Return positions before the pieces of these intervals, inside their documents."""
-    return {
-        position
-        for rows in sequences
-        for first, start, _ in pieces_of(intervals, rows.documents)
-        for position in range(max(first, start - reach), start)
-    }
+def _needed(holders: _Holders, rank: int, sequences: Sequence[Rows], reach: int) -> dict[int, list[int]]:
+    """Return the positions that a rank needs of others, ascending, by the rank that holds them.
+
+    They are the ``reach`` positions before each of its pieces, inside of the piece's document.
+    """
+    positions: set[int] = set()
+    for rows in sequences:
+        for document, start, _ in pieces_of(holders.intervals[rank], rows.documents):
+            positions.update(range(max(document, start - reach), start))
+    needed: dict[int, list[int]] = {}
+    for position in sorted(positions):
+        holder, _ = holders.holder(position)
+        if holder != rank:
+            needed.setdefault(holder, []).append(position)
+    return needed
 
 
 class _Holders:
-    """Rank of a position, and the place among that rank's tokens."""
+    """Rank of each position, and the place among that rank's tokens."""
 
     def __init__(self, placement: Placement) -> None:
         self.intervals = {rank: placement.intervals(rank) for rank in placement.schedule.ranks}
-        held = []
+        begins = []  # of every interval: its first position, the rank, and the place there
         for rank, intervals in self.intervals.items():
-            local = 0
+            place = 0
             for start, stop in intervals:
-                held.append((start, rank, local))
-                local += stop - start
-        self._held = sorted(held)
-        self._starts = [start for start, _, _ in self._held]
+                begins.append((start, rank, place))
+                place += stop - start
+        self._begins = sorted(begins)
+        self._starts = [start for start, _, _ in self._begins]
 
     def holder(self, position: int) -> tuple[int, int]:
-        """(rank, place among the rank's tokens) of a position."""
-        start, rank, local = self._held[bisect_right(self._starts, position) - 1]
-        return rank, local + position - start
+        """Return (rank, place among the rank's tokens) of a position."""
+        start, rank, place = self._begins[bisect_right(self._starts, position) - 1]
+        return rank, place + position - start
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,30 +212,36 @@ class _Pieces:
     intervals: tuple[Range, ...]
     places: _Holders  # of all positions
     rank: int
-    fetched: dict[int, int]  # place of every fetched position behind the own tokens
+    fetched: dict[int, int]  # place of every fetched position, behind the own tokens
     zero: int  # place of the zero
 
     def reads(self, rows: Rows, reach: int) -> _Reads:
-        """Return the tables of some rows of the batch."""
+        """Return the tables of some rows of the batch.
+
+        Example: reach 2, a piece of 3 own tokens with places 5, 6, 7, before which stand a fetched token (place 9) and
+        the beginning of the document, for which the zero (place 10) is read. It reads 10 9 5 6 7; the outputs 2, 3 and
+        4 are kept.
+        """
         read: list[Tensor] = []
-        own = sum(stop - start for start, stop in self.intervals)
-        kept = torch.full((own,), -1, dtype=torch.int64)
-        at = 0
-        for first, start, stop in pieces_of(self.intervals, rows.documents):
-            before = [self._place(position, first) for position in range(start - reach, start)]
-            local, count = self._place(start, first), stop - start
-            read += [torch.tensor(before, dtype=torch.int64), torch.arange(local, local + count)]
-            kept[local : local + count] = torch.arange(at + reach, at + reach + count)
-            at += reach + count
+        num_own = sum(stop - start for start, stop in self.intervals)
+        kept = torch.full((num_own,), -1, dtype=torch.int64)
+        num_read = 0
+        for document, start, stop in pieces_of(self.intervals, rows.documents):
+            before = [self._place(position, document) for position in range(start - reach, start)]
+            place, count = self._place(start, document), stop - start
+            read += [torch.tensor(before, dtype=torch.int64), torch.arange(place, place + count)]
+            first_output = num_read + reach
+            kept[place : place + count] = torch.arange(first_output, first_output + count)
+            num_read += reach + count
         if not read:  # a zero goes through: ZeRO needs gradients of the convolution's parameters here too
-            read, at = [torch.tensor([self.zero])], 1
+            read, num_read = [torch.tensor([self.zero])], 1
         is_outside = kept < 0
-        kept[is_outside] = at
+        kept[is_outside] = num_read
         return _Reads(rows.start, rows.stop, _Places.of(torch.cat(read)), _Places.of(kept), bool(is_outside.any()))
 
-    def _place(self, position: int, first: int) -> int:
-        """Return where a position is read; the zeros before the document's ``first``."""
-        if position < first:
+    def _place(self, position: int, document: int) -> int:
+        """Return the place that a position is read from; the zero for positions before the document's start."""
+        if position < document:
             return self.zero
         if position in self.fetched:
             return self.fetched[position]
