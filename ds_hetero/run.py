@@ -50,7 +50,7 @@ def _run_module(arguments: list[str], local_rank: list[str]) -> None:
     """Run a module as ``python -m`` does, looking in the working directory first."""
     sys.path[0] = str(Path.cwd())
     if not arguments or not is_installed(arguments[0]):
-        _refuse(f"{arguments[0]!r} is no module" if arguments else "-m without a module")
+        _refuse(f"{arguments[0]!r} is not a module" if arguments else "-m without a module")
     sys.argv = [arguments[0], *local_rank, *arguments[1:]]  # the module's file takes the first place
     ds_hetero.register()
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
@@ -70,7 +70,7 @@ def _script_of(name: str) -> str:
         return name
     command = shutil.which(name) if Path(name).name == name else None
     if command is None:
-        _refuse(f"{name!r} is no file and no installed command")
+        _refuse(f"{name!r} is neither a file nor an installed command")
     with Path(command).open("rb") as file:
         first = file.readline(200)
     if not (first.startswith(b"#!") and b"python" in first):

@@ -156,7 +156,7 @@ class Registry:
             return
         self._has_said_stock = True
         announce(
-            f'registered, but {where}: without a "{SECTION}" section this training is stock.'
+            f'registered, but {where}: without a "{SECTION}" section this is stock training.'
             + (f" Each of the {num_ranks} ranks trains the whole job by itself." if is_alone else "")
         )
 

@@ -66,7 +66,7 @@ def expect_no_router_loss(model: nn.Module, batch: Batch) -> None:
     if weight and (getattr(text, "output_router_logits", False) or batch.get("output_router_logits")):
         raise ConfigError(
             f"the ranks take different batches, and {type(model).__name__} adds a loss of its routers "
-            f"(router_aux_loss_coef={weight}), which is no mean over samples or tokens: one process would compute "
+            f"(router_aux_loss_coef={weight}), which is not a mean over samples or tokens: one process would compute "
             "another on the global batch. Set router_aux_loss_coef to 0 (in TRL: SFTConfig(router_aux_loss_coef=0.0), "
             "since TRL sets output_router_logits by itself), or share sequences by a schedule in place of "
             f'"{SECTION}.batch".'

@@ -101,4 +101,4 @@ def _expect_valid(
         if not parameters[name].requires_grad:
             raise SyncError(f"{name} takes no gradient on rank {rank}. Leave frozen parameters out of the layouts.")
         if shard.is_flat and not held.is_contiguous():
-            raise SyncError(f"{by_layout}these elements do not lie end to end.")
+            raise SyncError(f"{by_layout}these elements do not lie end to end: the tensor must be contiguous.")

@@ -143,7 +143,7 @@ class AsymmetricGradientSync:
         Collectives: one all_gather of an integer, waited for when the first sum is made.
         """
         if self._packed:
-            raise SyncError("start() weighs the gradients of a step, so it comes before the backward that sends them.")
+            raise SyncError("start() weighs the gradients of a step, so call it before the backward that sends them.")
         own = torch.tensor([tokens], dtype=torch.int64, device=self._message_device)
         table = own.new_empty(dist.get_world_size(self._group))
         work = dist.all_gather(list(table.split_with_sizes([1] * len(table))), own, group=self._group, async_op=True)

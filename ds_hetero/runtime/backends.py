@@ -46,7 +46,7 @@ def backend_of(group: ProcessGroup | None = None) -> str:
     device, config = default_device().type, get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
     if backend is None:
         raise ConfigError(
-            f'this rank computes on {device}, and its process group carries nothing from there ("{config}"). Give '
+            f'this rank computes on {device}, and its process group has no backend for it ("{config}"). Give '
             f"init_process_group a backend for {device}, or name none."
         )
     if backend not in _KNOWN:

@@ -94,8 +94,8 @@ def placement_of_shards(
         )
     if expects_plain and not marked and not any(has_plain_positions(placement, headers) for placement in fitting):
         raise BatchError(
-            "these shards are of no batch that was placed by its documents lately, and their position_ids are not "
-            "those of one sequence: pass position_ids on as ds_hetero's loader made them."
+            "these shards do not belong to a recent batch that was placed by its documents, and their position_ids are "
+            "not those of one sequence: pass position_ids on as ds_hetero's loader made them."
         )
     if len(fitting) > 1 and len({tuple(map(p.intervals, p.schedule.ranks)) for p in fitting}) > 1:
         fitting = [placement for placement in fitting if has_plain_positions(placement, headers)]

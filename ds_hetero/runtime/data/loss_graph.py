@@ -490,7 +490,7 @@ def _reduction(node: Node, read: LossTerms, rows: int) -> Term:
     if name in ("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1"):
         return _linear(node, read, rows)
     raise _Unreadable(
-        f"has a term that ends in {name}, of which is not known that it is a sum over samples, or one divided by their "
+        f"has a term that ends in {name}, which is not known to be a sum over samples, or such a sum divided by their "
         "number"
     )
 

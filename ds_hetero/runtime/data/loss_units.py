@@ -120,7 +120,7 @@ def unit_of_probes(probes: Sequence[Probe], name: str) -> str:
     seen = f"two rows together {one.together:.6g}, alone {one.alone[0]:.6g} and {one.alone[1]:.6g}"
     if not fitting:
         raise ConfigError(
-            f"the ranks take different batches, but the loss of {name} is no mean over the samples or labels of a "
+            f"the ranks take different batches, but the loss of {name} is not a mean over the samples or labels of a "
             f"batch ({seen}): one process would compute another on the global batch. Contrastive losses, sums, and "
             "losses with a term of routers are not: use equal batches for them. A mean that this engine cannot see, "
             f"since rows are not the first axis of the batch, can be declared: {_DECLARE}."

@@ -92,8 +92,8 @@ def weigh_terms(
         mixing := next((one.mixing for one in of_ranks if one.mixing), None)
     ):
         raise ConfigError(
-            f"the ranks take different batches, and the loss that the loop makes of outputs of {name} has {mixing}, of "
-            "which is not known that it keeps samples apart. Return the loss from the module, whose samples are "
+            f"the ranks take different batches, and the loss that the loop makes of outputs of {name} has {mixing}, "
+            "which is not known to keep samples apart. Return the loss from the module, whose samples are "
             f"probed; or {REMEDY[0].lower()}{REMEDY[1:]}"
         )
     paths = [[term.path for term in one.terms] for one in of_ranks]
@@ -156,7 +156,9 @@ def _counts_of_mean(terms: Sequence[Term], of_ranks: Sequence[RankLoss], name: s
         counts = [math.inf if factor == 0 else count / factor for count, factor in zip(counts, factors, strict=True)]
         if not all(map(_is_whole, counts)) or _alike(counts):
             raise _refusal(
-                name, path, f"is a mean times a number that differs between ranks ({_show(factors)}), and is no count"
+                name,
+                path,
+                f"is a mean times a number that differs between ranks ({_show(factors)}), and is not a count",
             )
         return counts
     if _are_shares(terms, rows):

@@ -167,7 +167,7 @@ def _expect_same(by_rank: list[dict[str, str] | None]) -> None:
     other = by_rank[rank] or {}
     name = next(name for name in sorted({*first, *other}) if first.get(name) != other.get(name))
     raise BatchError(
-        f"all {dist.get_world_size()} ranks must be given the same batches, of which the pipelines take their rows, "
-        f"but {name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}. Seed the loader alike on all "
-        "ranks, and use no sampler that shares the data out."
+        f"all {dist.get_world_size()} ranks must be given the same batches, and the pipelines take their rows "
+        f"from these, but {name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank}. "
+        "Seed the loader alike on all ranks, and use no sampler that shares the data out."
     )

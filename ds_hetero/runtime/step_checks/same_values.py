@@ -139,8 +139,8 @@ def same_untrained(module: nn.Module, *, frozen: bool, replicas: Sequence[Sequen
         RTOL_STATISTICS,
         "buffers or frozen parameters of the model",
         "One that follows a batch (a running mean, a teacher) has to follow all of it: add its sums up over the ranks "
-        "(torch.distributed.all_reduce), and update it on every rank. What is no part of the model is no buffer: keep "
-        "it as an attribute.",
+        "(torch.distributed.all_reduce), and update it on every rank. Keep a tensor that is not part of the model as "
+        "an attribute, not as a buffer.",
         replicas,
     )
 

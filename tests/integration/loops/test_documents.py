@@ -266,7 +266,7 @@ def _lose_marks(rank: int) -> None:
         assert torch.equal(model(**one_rank).logits, logits)
     _expect_masks_to_be_told_apart(handle, model)
     foreign = {**drawn[1], "position_ids": drawn[1]["position_ids"] + 1}
-    with pytest.raises(BatchError, match="no batch that was placed by its documents lately"):
+    with pytest.raises(BatchError, match="do not belong to a recent batch that was placed by its documents"):
         model(**foreign)
     (placed,) = handle.dataloader([packed([30, 10], 8, **_boundaries([30, 10]))], batches="same")
     assert [batch["position_ids"].ds_hetero_shard.placement.is_stream for batch in (drawn[2], placed)] == [True, False]

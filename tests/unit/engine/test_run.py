@@ -65,9 +65,9 @@ def test_an_installed_command_is_run_as_a_script(registered, monkeypatch, tmp_pa
     ("arguments", "says"),
     [
         ([], "no script was given"),
-        (["absent.py"], "'absent.py' is no file and no installed command"),
+        (["absent.py"], "'absent.py' is neither a file nor an installed command"),
         (["-m"], "-m without a module"),
-        (["-m", "absent.inner"], "'absent.inner' is no module"),
+        (["-m", "absent.inner"], "'absent.inner' is not a module"),
         (["tool"], "is not a script of Python"),
     ],
 )

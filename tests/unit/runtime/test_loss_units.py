@@ -53,7 +53,7 @@ def _contrastive(batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("loss", [_contrastive, lambda batch: _logits(batch).square().sum()], ids=["rows", "sum"])
 def test_a_loss_between_rows_and_a_sum_are_refused(loss: Callable[[Any], Tensor]) -> None:
-    with pytest.raises(ConfigError, match="no mean over the samples or labels"):
+    with pytest.raises(ConfigError, match="not a mean over the samples or labels"):
         unit_of_probes([probe(loss, {"ids": _batch()["ids"]}, 4)], "Model")
 
 

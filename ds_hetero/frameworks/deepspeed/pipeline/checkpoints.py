@@ -153,7 +153,10 @@ def _take_owned(optimizer: Any, name: str, boxes: Sequence[Box], pieces: Sequenc
     """Set the values, and the optimizer's state, of what this rank owns of a parameter."""
     owned, shape = optimizer.sync.owned[name], optimizer.sync.shapes[name]
     if any(tuple(piece["shape"]) != tuple(shape) for piece in pieces):
-        raise CheckpointError(f"{name} is {list(shape)} in the model and {list(pieces[0]['shape'])} in the checkpoint.")
+        raise CheckpointError(
+            f"{name} is {list(shape)} in the model and {list(pieces[0]['shape'])} in the checkpoint. Load it into the "
+            "model that it was saved from."
+        )
 
     def own(values: Sequence[Tensor]) -> Tensor:
         saved = zip((piece["boxes"] for piece in pieces), values, strict=True)

@@ -88,7 +88,7 @@ def _folder_of_tag(checkpoint: Path, tag: str | None) -> Path:
             raise CheckpointError(f"{checkpoint} has no file named latest. Name the checkpoint in it by --tag.")
         tag = latest.read_text(encoding="utf-8").strip()
     if not (checkpoint / tag).is_dir():
-        raise CheckpointError(f"{checkpoint / tag} is no folder.")
+        raise CheckpointError(f"{checkpoint / tag} is not a folder.")
     return checkpoint / tag
 
 

@@ -82,7 +82,7 @@ def _loss_of_passes(pipelined: PipelinedEngine, whole: WholeBatch, num_items: An
     nothing = torch.zeros((), dtype=dtype, device=default_device())
     num_labels = whole.num_labels()
     if num_labels is None:
-        raise BatchError("a batch needs labels, of which the last stages compute the loss.")
+        raise BatchError("a batch needs labels: the last stages compute the loss from them.")
     if place is None or stage is None:
         return nothing
     assert pipelined.runner is not None

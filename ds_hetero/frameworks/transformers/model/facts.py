@@ -42,7 +42,7 @@ def read_facts_of_whole_model(model: nn.Module) -> ModelFacts:
         name=type(model).__name__,
         num_heads=1,
         num_kv_heads=1,
-        no_spec_reason=f"{type(model).__name__} is no transformers model whose layers ds_hetero knows.",
+        no_spec_reason=f"{type(model).__name__} is not a transformers model whose layers ds_hetero knows.",
         dtype=str(dtype).removeprefix("torch."),
         element_bytes=dtype.itemsize,
         trained_share=_trained_share(model),

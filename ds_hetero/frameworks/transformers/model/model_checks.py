@@ -42,7 +42,7 @@ _TOKENWISE_TYPES = ("mlp", "moe")  # of layers without attention, beside recurre
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 _POOLED = ("ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
 POOLS = (
-    "{} has a head that pools over the whole sequence, of which each rank would give it a part. Call it with whole "
+    "{} has a head that pools over the whole sequence, and each rank would give it only a part. Call it with whole "
     "batches, the same on all ranks of a replica, by handle.sharded_call(engine, **batch); TRL's RewardTrainer does so."
 )
 # By model_type, models that take their attention from transformers' registry though they do not declare it.
@@ -178,9 +178,9 @@ def _interface_problems(pretrained: PretrainedModel) -> Iterator[str]:
     if getattr(pretrained.config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder; cross attention is not supported"
     if type(pretrained).__name__.endswith(_POOLED):
-        yield "its head pools over the whole sequence, of which each rank holds a part"
+        yield "its head pools over the whole sequence, and each rank holds only a part"
     if pools(pretrained) and getattr(decoder_of(pretrained), "pooler", None) is not None:
-        yield f"{type(decoder_of(pretrained)).__name__} itself pools over the sequence, of which each rank holds a part"
+        yield f"{type(decoder_of(pretrained)).__name__} itself pools over the sequence, and each rank holds only a part"
     if "position_ids" not in inspect.signature(type(decoder_of(pretrained)).forward).parameters:
         yield f"{type(decoder_of(pretrained)).__name__}.forward takes no position_ids"
 
@@ -204,7 +204,7 @@ def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
             yield f"{name}={_only(values)}: dropout inside attention is not supported; set it to 0"
     for kind in _rope_types(common_value(config, "rope_parameters") or {}):
         if kind in LENGTH_DEPENDENT and not any(map(depends_on_length, pretrained.modules())):
-            yield f"rope_type {kind!r} depends on the length of the sequence, of which each rank sees a part"
+            yield f"rope_type {kind!r} depends on the length of the sequence, and each rank sees only a part"
     if common_value(config, "output_router_logits") and (problem := router_loss_problem(pretrained)):
         yield problem
 
@@ -319,7 +319,7 @@ def own_attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
         if function is not None and room not in _ATTENTION_OF:
             shown = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
             yield (
-                f'its attention "{name}" is {shown}, registered with AttentionInterface, of which ds_hetero cannot '
+                f'its attention "{name}" is {shown}, registered with AttentionInterface; ds_hetero cannot '
                 'know what it computes. model.set_attn_implementation("sdpa") takes an attention that is split; a '
                 'function of your own trains without a "heterogeneity" section, or by "batch", which splits no sequence'
             )
