@@ -65,7 +65,7 @@ class SamplingError(BatchError):
 
 
 class StepError(HeteroError):
-    """Some ranks left out a forward, a backward, a step or a batch that others wait for them in."""
+    """Some ranks left out a forward, a backward, a step or a batch in which other ranks wait for them."""
 
 
 class VersionError(HeteroError):

@@ -2,7 +2,7 @@
 
     python -m tests.decision_pages          # writes the table into docs/forward-arguments.md
 
-Models pass on what they do not know, to their attention, their loss, or nobody. On a part of a sequence that may be
+Models pass on what they do not know, to their attention or their loss, or drop it. On a part of a sequence that may be
 something else than on the whole of it, without a sign. So an argument without a row is refused.
 """
 

@@ -1,6 +1,6 @@
 """Reads ds_config.json: what it says, as values. Imports no framework.
 
-DeepSpeed's own reader of batch sizes is `installer`, since it writes them back.
+`ds_hetero.frameworks.deepspeed.batch_sizes` reads batch sizes as DeepSpeed does, since it writes them back.
 """
 
 from __future__ import annotations

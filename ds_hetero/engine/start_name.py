@@ -10,7 +10,7 @@ counts for itself. So rank 0 draws a name for the start, and each rank learns it
     hello/RANK     the name of the start                    RANK, when it has read the answer
 
 Rank 0 goes on when every rank's ``hello`` is the name. A word that a rank before a restart has left is answered, too,
-and nobody reads the answer; the rank that comes writes over it.
+and the answer is not read; the rank that comes writes over it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from ds_hetero.errors import SyncError
 
 
 def token_weights(by_rank: Sequence[int], replicas: Sequence[Sequence[int]]) -> dict[int, float]:
-    """Return each rank's share of all tokens, given those of its replica; zero for everybody if there are none.
+    """Return each rank's share of all tokens, given those of its replica; zeros if there are no tokens.
 
     Raises:
         SyncError: ranks of one replica were given different tokens, or fewer than none.

@@ -36,7 +36,7 @@ def rounds_between(nodes: Sequence[Sequence[int]]) -> dict[str, Pairs]:
     if len(order) < 2:
         return {}
     if len(order) % 2:
-        order.append(None)  # whoever meets it pauses in this round
+        order.append(None)  # the rank that is paired with it pauses in this round
     half = len(order) // 2
     rounds: dict[str, Pairs] = {}
     for number in range(min(len(order) - 1, MOST_ROUNDS)):

@@ -1,6 +1,6 @@
 """Buffers of a module that have changed since they were looked at last.
 
-A tensor counts its changes in place (``_version``), so that one that nobody has written to costs nothing. Of one that
+A tensor counts its changes in place (``_version``), so that an unchanged one costs nothing. Of one that
 was written to, or replaced, the total is compared: a module may write the values that were there.
 """
 

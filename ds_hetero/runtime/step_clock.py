@@ -52,7 +52,7 @@ SYNC = "sync"  # gradients of pipelines to their owners, new values back
 
 RANGE_PREFIX = "ds_hetero."  # of the names in a torch profiler's trace
 _IN_BLOCK = (ATTENTION, ALL_TO_ALL, RING_WAIT)
-_KEPT_STEPS = 256  # older ones that nobody has popped are dropped
+_KEPT_STEPS = 256  # older ones that were not popped are dropped
 _MOMENTS = 4  # of a pass
 _COMPUTING = 2  # moments of a pass that is being computed
 
@@ -82,7 +82,7 @@ class StepTimes:
 
     number: int = 0  # of the step, since the clock was made; the same on every rank
     step_s: float  # since the end of the step before
-    joined_s: float = 0.0  # from the same moment, until all ranks had ended their passes; 0 where nobody waits for that
+    joined_s: float = 0.0  # from the same moment, until all ranks had ended their passes; 0 where that is not awaited
     attention_s: float  # in the phases of kind `ATTENTION`
     all_to_all_s: float  # in the phases of kind `ALL_TO_ALL`
     ring_wait_s: float  # in the phases of kind `RING_WAIT`
@@ -171,7 +171,7 @@ class _Step:
     length: int = 0
 
     def add_pass(self, kind: str, begin: _Mark, end: _Mark, first: int, last: int) -> None:
-        """Record a pass that waited for nothing, and whose result nobody is sent."""
+        """Record a pass that waits for no message and sends none."""
         micro_batch = sum(one.kind == kind for one in self.passes)
         self.passes.append(_Pass(kind, micro_batch, [begin, begin, end, end], first, last))
 

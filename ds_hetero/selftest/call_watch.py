@@ -43,7 +43,7 @@ class CallWatch:
     looks at the processes of its host, and takes that signal for a failure to be reported instead of ending at once.
 
     Args:
-        meeting: a connection to the store that nobody else waits on.
+        meeting: a connection to the store on which no other thread waits.
         limit_s: seconds that a call may take, if it is not given some times as many.
         report: writes the report of a failure: what failed, and a line for where each rank stands.
     """

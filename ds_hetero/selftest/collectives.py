@@ -41,7 +41,7 @@ def _all_reduce(session: Session) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _all_to_all(session: Session) -> tuple[list[Tensor], list[Tensor]]:
-    """Every rank sends its whole part to everybody."""
+    """Send the whole part of every rank to all ranks, and compare."""
     sizes = _part_sizes(session.size)
     own = _part(session.rank, session)
     received = own.new_empty(sum(sizes))

@@ -40,7 +40,7 @@ from ds_hetero.selftest.session import Session
 
 _NAME = "killed rank"
 _TIMES = 2.0  # the limit of a call: torch is imported by a new process
-_STORE = "DS_HETERO_SELFTEST_STORE"  # in the environment of these processes: a name that nobody else uses
+_STORE = "DS_HETERO_SELFTEST_STORE"  # in the environment of these processes: a name of our own
 _BEGIN = "waits since"
 _TAKEN = "CUDA-capable device(s) is/are busy"  # cudaErrorDevicesUnavailable, of devices in an exclusive compute mode
 _ELEMENTS = 2**18
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def _end_with_the_test() -> None:
-    """End this process when nobody holds the other end of its input: the rank that has started it is gone."""
+    """End this process when the other end of its input is closed: the rank that has started it is gone."""
     while os.read(0, 1):
         pass
     os._exit(1)

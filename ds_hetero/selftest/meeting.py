@@ -152,10 +152,10 @@ class Meeting:
 
 
 def meet(limit_s: float) -> tuple[Meeting, Meeting]:
-    """Two connections to the launcher's store or to one of its own. Raises `PeerError`: nobody keeps or reaches it.
+    """Return two connections to the launcher's store or to our own. Raises `PeerError`: it cannot be reached.
 
     Args:
-        limit_s: seconds to wait for whoever keeps the store.
+        limit_s: seconds to wait for the process that keeps the store.
     """
     if "RANK" not in os.environ:
         own = HashStore()

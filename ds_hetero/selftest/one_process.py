@@ -71,7 +71,7 @@ def precision(dtype: torch.dtype) -> dict[str, object]:
 
 @contextmanager
 def warnings_only() -> Iterator[None]:
-    """The announcements of a job are not for this table."""
+    """Leave the announcements of a job out of this table."""
     logger = logging.getLogger("ds_hetero")
     level, handlers, propagate = logger.level, logger.handlers[:], logger.propagate
     logger.setLevel(logging.INFO)  # let through, so that nothing is printed instead

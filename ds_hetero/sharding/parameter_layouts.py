@@ -20,7 +20,7 @@ class Cut:
             several ranks share); otherwise they are equal, and each copy accounts for a slice.
 
     Raises:
-        SyncError: another number of sizes than of parts, a negative size, a part that nobody holds, or a rank that
+        SyncError: another number of sizes than of parts, a negative size, a part that no rank holds, or a rank that
             holds two parts.
     """
 

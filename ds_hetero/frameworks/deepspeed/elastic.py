@@ -82,7 +82,7 @@ class ElasticEngine:
         return None if found.newest is None else found.newest.save.step
 
     def _expect_scheduler(self, objects: Objects) -> None:
-        """Refuse a learning-rate scheduler that nobody keeps: it would begin anew after a fault."""
+        """Refuse a learning-rate scheduler that no save has: it would begin anew after a fault."""
         engine = self._engine
         optimizer = getattr(engine.optimizer, "inner", engine.basic_optimizer)
         is_kept = engine.lr_scheduler is not None or any(hasattr(one, "get_last_lr") for one in objects.values())

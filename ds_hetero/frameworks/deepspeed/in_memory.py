@@ -130,7 +130,7 @@ def load_parts(engine: Engine, parts: Mapping[str, Any], *, with_frozen: bool = 
 
 
 class FrozenSample:
-    """A few elements of every parameter that is not trained, by which it is seen whether somebody has changed it.
+    """A few elements of every parameter that is not trained, which show whether it has changed.
 
     Attributes:
         sums: of these elements at the start, by the parameter's name and by whether this rank holds a part of it alone.

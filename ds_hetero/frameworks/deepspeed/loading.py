@@ -155,7 +155,7 @@ def _expect_stage(folder: Path, stage: int) -> None:
 def load_any_layout(
     engine: Engine, load: Function, load_dir: str, tag: object, load_optimizer_states: bool = True
 ) -> bool:
-    """Around ``_load_zero_checkpoint``: take state from any shards. Raises `CheckpointError` on every rank.
+    """Replace ``_load_zero_checkpoint``: load shards of any layout. Raises `CheckpointError` on every rank.
 
     Universal checkpoints, and other optimizers than ours, go DeepSpeed's way.
 

@@ -52,7 +52,7 @@ def run_as_ready(lanes: Sequence[Rounds], clock: Clock) -> None:
             del waiting[number]
         elif pending is NOTHING:
             waiting[number] = None
-        elif len(waiting) == 1:  # nobody else could go on meanwhile
+        elif len(waiting) == 1:  # no other lane could go on meanwhile
             waiting[number] = None
             with clock.phase(RING_WAIT, "ring_wait"):
                 pending.wait()

@@ -43,7 +43,7 @@ class EpochLength:
 
 
 def epoch_length(loader: Any, names: LoaderNames, replica: int, made_in: str) -> EpochLength:
-    """Batches of an epoch of this rank's replica; whoever wraps the loader is spared finding out how it is shared.
+    """Return the batches of an epoch of this rank's replica, for code that wraps the loader.
 
     Args:
         loader: of this rank.

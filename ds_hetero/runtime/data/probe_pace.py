@@ -56,7 +56,7 @@ class ProbePace:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Around a probe, whoever asked for it."""
+        """Time a probe, which runs inside."""
         began = self._now()
         yield
         self._probe_s = self._now() - began

@@ -329,7 +329,7 @@ def note_shard(shard: Batch) -> None:
 
 
 def forget_shards() -> None:
-    """Forget all shards: nobody gives out new ones."""
+    """Forget all shards, when no loader gives out new ones."""
     _recent.clear()
 
 

@@ -5,8 +5,8 @@
     num_ends, end/N  the last words of the ranks that have ended, in their order
     diagnosis        why the job cannot go on; the first one counts
 
-Whoever reaches the store can write to it: torch's has no secret. In an elastic job, whose processes share one, what
-ranks write has an HMAC (`sign_with`), and what has none is as if it were not there.
+Any process that reaches the store can write to it: torch's has no secret. In an elastic job, whose processes share one,
+what ranks write has an HMAC (`sign_with`), and what has none is as if it were not there.
 
 A store that cannot be reached raises `torch.distributed.DistError` or a RuntimeError, from any method.
 
@@ -190,13 +190,13 @@ class Board:
         return text if self._key is None else f"{self._mac(key, text)} {text}"
 
     def _believed(self, key: str, raw: bytes) -> Any:
-        """Content that a rank has written; None where somebody else has."""
+        """Return the content that a rank has written; None where another process has written it."""
         text = raw.decode(errors="replace")
         if self._key is not None:
             mac, _, text = text.partition(" ")
             if not hmac.compare_digest(mac.encode(), self._mac(key, text).encode()):
                 if not self._has_warned:
-                    logger.warning("somebody who is not of this job writes to its store (%s); it is ignored", key)
+                    logger.warning("a process that is not of this job writes to its store (%s); it is ignored", key)
                 self._has_warned = True
                 return None
         return json.loads(text)
@@ -318,7 +318,7 @@ def own_collectives() -> tuple[Collective | None, dict[str, int]]:
 
 
 _GONE = "ZX-"
-_EXITING = 0x4  # of the kernel's flags of a process: it gives its memory back, which takes a while, and answers nobody
+_EXITING = 0x4  # of the kernel's flags of a process: it gives its memory back, which takes a while, and does not answer
 
 
 class Introductions(Protocol):

@@ -182,7 +182,7 @@ def _kind(name: str) -> str:
 
 
 def _unlike_collectives(statuses: Mapping[int, Status]) -> Diagnosis | None:
-    """Find ranks that wait in torch's collectives that can never meet, whoever called these.
+    """Find ranks that wait in torch's collectives that can never meet, in the script or elsewhere.
 
     Collectives of one process group meet in their order. So the ranks of a group that are in the collective of the same
     number have to be in the same one; and where a rank waits for another that has not begun that collective, and that
@@ -213,7 +213,7 @@ def _is_behind(status: Status, other: Status) -> bool:
 
 
 def _circle(ahead: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return ranks each of which waits for another one of them; none where nobody waits for himself in the end."""
+    """Return ranks that wait for each other in a circle; none where there is no circle."""
     left = {rank: set(others) for rank, others in ahead.items()}
     while free := [rank for rank, others in left.items() if not others & left.keys()]:
         for rank in free:

@@ -91,7 +91,7 @@ class Watch:
         self._guard_thread.join(4 * _TICK_S)
 
     def explain(self) -> Diagnosis | None:
-        """Find out which rank is gone, after the backend has reported that one is; None if nobody is to blame."""
+        """Find out which rank is gone, after the backend has reported that one is; None if none is to blame."""
         if self.diagnosis is None and self._thread.is_alive():
             self._settled.clear()
             self._has_lost_peer = True
@@ -146,7 +146,7 @@ class Watch:
                 self._end_stuck_process()
 
     def _is_stuck(self) -> bool:
-        """Whether this rank waits although it is known why the job cannot go on: nobody will ever answer it."""
+        """Whether this rank waits in vain: it is known why the job cannot go on, and no rank will answer it."""
         if self.diagnosis is None or self._diagnosed_s is None:
             return False
         if self._own_end is not None or not self._stay.place.waits:

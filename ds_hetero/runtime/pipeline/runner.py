@@ -212,11 +212,11 @@ class _Inbox:
 
     @property
     def may_ask_ahead(self) -> bool:
-        """Whether what is asked for and has not come keeps nobody from computing."""
+        """Whether messages may be requested early: one that has not arrived keeps no rank from computing."""
         return self._boundary is not None and not pairs_by_order(self._boundary.connections.group)
 
     def expect(self, count: int) -> None:
-        """Ask for what belongs to the first ``count`` micro-batches, as far as it has not been asked for."""
+        """Request the messages of the first ``count`` micro-batches, unless they were requested before."""
         if self._boundary is None:
             return
         for batch in self._batches[self._num_asked : count]:

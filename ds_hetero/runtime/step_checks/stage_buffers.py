@@ -5,7 +5,7 @@ recomputed run its layers twice; pipelines have a copy each. A buffer that count
 a layer (the running mean of a BatchNorm), comes to something else than on one process, which runs the whole batch once,
 and so does a layer that computes with it.
 
-What a script changes between steps is the script's: looked at are the passes alone.
+Only the passes are checked: between steps a script may change buffers as it likes.
 """
 
 from __future__ import annotations

@@ -138,4 +138,4 @@ def _check_zero(zero: ZeroOwners, ranks: set[int], has_stages: bool) -> None:
                 "ranks that have a place in the plan."
             )
     if zero.owner_weights and not any(weight for _, weight in zero.owner_weights):
-        raise PlanError("zero.owner_weights are all zero; somebody must own the optimizer state.")
+        raise PlanError("zero.owner_weights are all zero; at least one rank must own optimizer state.")
