@@ -56,7 +56,10 @@ def check_prediction(session: Session, measured: JsonDict) -> Iterator[Line]:
     measured["steps"] = []
     for name in ("plan", "ring"):
         try:
-            schedule = plan(cost.cluster, model, setting.workload).schedule if name == "plan" else strategy(name, cost)
+            if name == "plan":
+                schedule = plan(cost.cluster, model, setting.workload).schedule
+            else:
+                schedule = strategy(name, cost)
         except PlanError as error:  # the same on all ranks
             yield Line(f"step under {name}", "skip", str(error))
             continue
@@ -64,12 +67,13 @@ def check_prediction(session: Session, measured: JsonDict) -> Iterator[Line]:
             row = _measure(setting, schedule, cost, session)
         measured["steps"].append({"schedule": schedule.to_dict(), "name": name, **row})
         yield _compared(f"step under {name}", "s", row["predicted_s"], row["measured_s"])
-        memory, peak = row["ranks"][session.rank], row["ranks"][session.rank]["peak_bytes"]
-        found = None if peak is None else peak / GIB
-        yield _compared(f"memory under {name}", "GiB", memory["predicted_bytes"] / GIB, found)
+        memory = row["ranks"][session.rank]
+        peak_gib = None if memory["peak_bytes"] is None else memory["peak_bytes"] / GIB
+        yield _compared(f"memory under {name}", "GiB", memory["predicted_bytes"] / GIB, peak_gib)
 
 
 def _compared(name: str, unit: str, predicted: float, measured: float | None) -> Line:
+    """Return the line of a prediction beside its measurement."""
     text = f"{predicted:.3g} {unit} predicted"
     if measured is None:
         return Line(name, "info", f"{text}; not measured on CPUs")
@@ -88,8 +92,8 @@ class _Setting:
     def of(cls, session: Session) -> _Setting:
         on_gpu = session.device.type == "cuda"
         heads, head_dim = (16, 128) if on_gpu else (8, 32)
-        per_rank = (1024 if session.quick else 4096) if on_gpu else (64 if session.quick else 256)
-        tokens = per_rank * session.size
+        quick_tokens, full_tokens = (1024, 4096) if on_gpu else (64, 256)  # of each rank
+        tokens = (quick_tokens if session.quick else full_tokens) * session.size
         config = {
             "model_type": "llama",
             "hidden_size": heads * head_dim,
@@ -130,32 +134,36 @@ class _Setting:
 
 
 def _measure(setting: _Setting, schedule: Schedule, cost: CostModel, session: Session) -> JsonDict:
-    """Train some steps; seconds of the median step on its slowest rank, and the bytes of every rank."""
+    """Train some steps; return the seconds of the median step on its slowest rank, and the bytes of every rank."""
     from ds_hetero.frameworks.deepspeed.small_job import time_steps
     from ds_hetero.frameworks.transformers.model.small_llama import llama
 
     model = llama(setting.config)
-    ids = torch.randint(
-        0, setting.config["vocab_size"], (1, setting.tokens), generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1)  # the same tokens on every rank
+    ids = torch.randint(0, setting.config["vocab_size"], (1, setting.tokens), generator=generator)
     ds_config = setting.ds_config | {"heterogeneity": {"schedule": schedule.to_dict(), "verify": "off"}}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batch = {"input_ids": ids, "labels": ids.clone()}
     seconds, peak = time_steps(ds_hetero.register(), model, optimizer, [batch] * (_WARM_UPS + _STEPS), ds_config)
-    by_rank = on_all_ranks(lambda: (seconds[_WARM_UPS:], peak))
+    times_and_peaks = on_all_ranks(lambda: (seconds[_WARM_UPS:], peak))  # by rank
+    times_of_steps = zip(*(times for times, _ in times_and_peaks), strict=True)
     predicted = cost.predict(schedule)
+    memory_of_ranks = []
+    for stack, (_, peak_of_rank) in zip(stacks(cost, schedule), times_and_peaks, strict=True):
+        memory_of_ranks.append({"predicted_bytes": stack.tensors, "peak_bytes": peak_of_rank})
     return {
         "predicted_s": predicted.iteration_s,
-        "measured_s": median(max(of_step) for of_step in zip(*(times for times, _ in by_rank), strict=True)),
+        "measured_s": median(map(max, times_of_steps)),
         "terms": predicted.to_dict()["terms"],
-        "ranks": [
-            {"predicted_bytes": stack.tensors, "peak_bytes": peak_of_rank}
-            for stack, (_, peak_of_rank) in zip(stacks(cost, schedule), by_rank, strict=True)
-        ],
+        "ranks": memory_of_ranks,
     }
 
 
 def _attention_flops_per_s(sample: list[float]) -> float:
+    """Return the rate of a sample of attention, forward and backward.
+
+    Forward has two products of 2 FLOPs a multiply-add, backward five: 4 + 10 by pair and head dimension.
+    """
     rows, keys, causal, head_dim, forward_s, backward_s = sample
     pairs = rows * keys / (2 if causal else 1)
     return 14 * pairs * head_dim / (forward_s + backward_s)

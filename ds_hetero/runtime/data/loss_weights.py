@@ -83,31 +83,32 @@ def weigh_terms(
         ConfigError: a term is not known to be a sum, or a mean over something, or ranks have other terms; the same on
             every rank.
     """
-    if (problem := next((one.problem for one in of_ranks if one.problem is not None), None)) is not None:
+    problems = [rank_loss.problem for rank_loss in of_ranks if rank_loss.problem is not None]
+    if problems:
         raise ConfigError(
-            f"the ranks take different batches, and the loss of {name} {problem}: what one process computes on the "
+            f"the ranks take different batches, and the loss of {name} {problems[0]}: what one process computes on the "
             f"global batch cannot be made of the ranks' losses. {REMEDY}"
         )
-    if not all(one.is_filler for one in of_ranks) and (
-        mixing := next((one.mixing for one in of_ranks if one.mixing), None)
-    ):
+    mixing = [rank_loss.mixing for rank_loss in of_ranks if rank_loss.mixing]
+    if mixing and not all(rank_loss.is_filler for rank_loss in of_ranks):
         raise ConfigError(
-            f"the ranks take different batches, and the loss that the loop makes of outputs of {name} has {mixing}, "
+            f"the ranks take different batches, and the loss that the loop makes of outputs of {name} has {mixing[0]}, "
             "which is not known to keep samples apart. Return the loss from the module, whose samples are "
             f"probed; or {REMEDY[0].lower()}{REMEDY[1:]}"
         )
-    paths = [[term.path for term in one.terms] for one in of_ranks]
-    if any(one != paths[0] for one in paths):
-        shown = "; ".join(f"rank {i}: {_show(one)}" for i, one in enumerate(paths))
+    paths_of_ranks = [[term.path for term in rank_loss.terms] for rank_loss in of_ranks]
+    if any(paths != paths_of_ranks[0] for paths in paths_of_ranks):
+        shown = "; ".join(f"rank {number}: {_show(paths)}" for number, paths in enumerate(paths_of_ranks))
         raise ConfigError(
             f"the ranks take different batches, and their losses of {name} are made of different terms ({shown}). "
             "Compute every term on every rank, also where no sample of its batch has one: a sum over nothing is zero. "
             f"{REMEDY}"
         )
-    return [
-        _weigh([one.terms[i] for one in of_ranks], i, of_ranks, rank, name, divisors, items)
-        for i in range(len(paths[0]))
-    ]
+    weights = []
+    for index in range(len(paths_of_ranks[0])):
+        term_of_ranks = [rank_loss.terms[index] for rank_loss in of_ranks]
+        weights.append(_weigh(term_of_ranks, index, of_ranks, rank, name, divisors, items))
+    return weights
 
 
 def _weigh(
@@ -119,40 +120,57 @@ def _weigh(
     divisors: dict[str, DivisorKind],
     items: float | None,
 ) -> TermWeight:
-    kind, path, world = terms[0].kind, terms[0].path, len(terms)
-    if any(one.kind != kind for one in terms):
-        raise _refusal(name, path, f"is a {' on one rank, a '.join(sorted({one.kind for one in terms}))} on another")
+    """Return this rank's factor of one term.
+
+    The engine takes the mean over the ranks of their gradients, so that each factor has the number of ranks in it.
+    Example of a mean: counts 3 and 1 on two ranks make 2 * 3 / 4 and 2 * 1 / 4.
+
+    Args:
+        terms: the term on every rank.
+        index: of the term.
+        of_ranks: the losses that have it.
+    """
+    kind, path, world_size = terms[0].kind, terms[0].path, len(terms)
+    if any(term.kind != kind for term in terms):
+        kinds = sorted({term.kind for term in terms})
+        raise _refusal(name, path, f"is a {' on one rank, a '.join(kinds)} on another")
     own = terms[rank]
     if kind == "common":
-        if not _alike([one.fingerprint for one in terms]) or not _alike([one.factor for one in terms]):
+        if not _alike([term.fingerprint for term in terms]) or not _alike([term.factor for term in terms]):
             raise _refusal(name, path, "is of parameters, and of numbers that differ between ranks")
-        return TermWeight(0.0 if all(one.is_filler for one in of_ranks) else 1.0 / own.extra, "common")
-    if all(one.factor == 0 for one in terms):  # an annealed term that has not begun
+        are_fillers = all(rank_loss.is_filler for rank_loss in of_ranks)
+        return TermWeight(0.0 if are_fillers else 1.0 / own.extra, "common")
+    if all(term.factor == 0 for term in terms):  # an annealed term that has not begun
         return TermWeight(1.0, kind)
     if kind == "mean":
         counts = _counts_of_mean(terms, of_ranks, name)
     else:
-        divided_by = [math.inf if one.factor == 0 else 1 / one.factor for one in terms]
-        if items is not None and all(_divides_by(one, items) for one in terms):
-            return TermWeight((0.0 if of_ranks[rank].is_filler else world) / own.extra, "items")
-        meaning = _meaning(terms, divided_by, index, of_ranks, name, divisors)
-        if meaning == "number":
-            return TermWeight((0.0 if of_ranks[rank].is_filler else world) / own.extra, "sum")
-        counts = [0.0 if one.is_empty else value for one, value in zip(terms, divided_by, strict=True)]
-    counts = [0.0 if one.is_filler else count for one, count in zip(of_ranks, counts, strict=True)]
+        ranks_of_sum = 0.0 if of_ranks[rank].is_filler else world_size
+        if items is not None and all(_divides_by(term, items) for term in terms):
+            return TermWeight(ranks_of_sum / own.extra, "items")
+        divided_by = [math.inf if term.factor == 0 else 1 / term.factor for term in terms]
+        if _meaning(terms, divided_by, index, of_ranks, name, divisors) == "number":
+            return TermWeight(ranks_of_sum / own.extra, "sum")
+        counts = [0.0 if term.is_empty else value for term, value in zip(terms, divided_by, strict=True)]
+    counts = [0.0 if rank_loss.is_filler else count for rank_loss, count in zip(of_ranks, counts, strict=True)]
     total = math.fsum(counts)
-    return TermWeight(world * counts[rank] / total / own.extra if total else 0.0, "mean", tuple(counts))
+    factor = world_size * counts[rank] / total / own.extra if total else 0.0
+    return TermWeight(factor, "mean", tuple(counts))
 
 
 def _divides_by(term: Term, number: float) -> bool:
+    """Whether a term is divided by this number, among others."""
     return any(math.isclose(one, number, rel_tol=RTOL_OF_SUMS) for one in term.divisors)
 
 
 def _counts_of_mean(terms: Sequence[Term], of_ranks: Sequence[RankLoss], name: str) -> list[float]:
-    path, counts, rows = terms[0].path, [one.count for one in terms], [one.rows for one in of_ranks]
-    factors = [one.factor for one in terms]
+    """Return the counts of a mean by rank. Raises `ConfigError`: they do not make one mean of the global batch."""
+    path, counts = terms[0].path, [term.count for term in terms]
+    rows = [rank_loss.rows for rank_loss in of_ranks]
+    factors = [term.factor for term in terms]
     if not _alike(factors):
-        # As of a mean that is multiplied with the samples and divided by the boxes.
+        # A mean may be turned into another: multiplied by the number of samples and divided by that of boxes, it is one
+        # over boxes.
         counts = [math.inf if factor == 0 else count / factor for count, factor in zip(counts, factors, strict=True)]
         if not all(map(_is_whole, counts)) or _alike(counts):
             raise _refusal(
@@ -165,8 +183,9 @@ def _counts_of_mean(terms: Sequence[Term], of_ranks: Sequence[RankLoss], name: s
         raise _refusal(
             name, path, "is a mean with weights whose mean is the same on every rank: they share out a batch"
         )
-    if not terms[0].of_elements or any(one.is_chosen for one in terms):
+    if not terms[0].of_elements or any(term.is_chosen for term in terms):
         return counts
+    # A mean over all elements of a tensor: its size says whether each sample has as many of them.
     by_row = [count / row for count, row in zip(counts, rows, strict=True)]
     if not _alike(rows) and _alike(counts):
         raise _refusal(
@@ -175,12 +194,13 @@ def _counts_of_mean(terms: Sequence[Term], of_ranks: Sequence[RankLoss], name: s
             f"is a mean over {counts[0]:g} numbers on every rank, whose samples are {_show(rows)}: a mean of "
             "what their samples have been put together to",
         )
-    if not _alike(by_row) and len({one.inner for one in terms}) > 1 and all(one.inner for one in terms):
+    inner_sizes = [term.inner for term in terms]
+    if not _alike(by_row) and len(set(inner_sizes)) > 1 and all(inner_sizes):
         raise _refusal(
             name,
             path,
             f"is a mean over all places of its samples, which are padded to different lengths: of sizes "
-            f"{'; '.join(_show(one.inner) for one in terms)} on the ranks, and to one length on one process. Count no "
+            f"{'; '.join(map(_show, inner_sizes))} on the ranks, and to one length on one process. Count no "
             "padding, as by ignore_index or a mask and its sum, or pad to one length",
         )
     return counts
@@ -194,10 +214,14 @@ def _meaning(
     name: str,
     divisors: dict[str, DivisorKind],
 ) -> DivisorKind:
-    """Whether what a sum is divided by counts, or is a number."""
-    path, rows = terms[0].path, [one.rows for one in of_ranks]
+    """Return whether the divisor of a sum is a count of the batch or a number, and note it in ``divisors``.
+
+    A divisor that differs between ranks must be a count. One that is equal on all ranks may be either; earlier steps,
+    or a probe, have shown which. Raises `ConfigError`: it is not known.
+    """
+    path, rows = terms[0].path, [rank_loss.rows for rank_loss in of_ranks]
     known = divisors.get(path)
-    if not any(one.has_factor for one in terms):
+    if not any(term.has_factor for term in terms):
         if _are_shares(terms, rows):
             raise _refusal(
                 name, path, "is a sum with weights whose total is the same on every rank: they share out a batch"
@@ -216,10 +240,15 @@ def _meaning(
         raise _refusal(
             name, path, f"is a sum divided by {_show(divided_by)} on the ranks, and was by one number before"
         )
-    if len({len(one.divisors) for one in terms}) > 1:
+    if len({len(term.divisors) for term in terms}) > 1:
         raise _refusal(name, path, "is a sum divided by more numbers on one rank than on another")
-    rest = [1 / (one.factor * math.prod(one.divisors)) if one.factor and all(one.divisors) else 1.0 for one in terms]
-    for values in [*zip(*(one.divisors for one in terms), strict=True), *([] if _alike(rest) else [tuple(rest)])]:
+    # A sum may be divided several times; each divisor that differs between ranks has to be a count, and so has what
+    # the divisors that were read leave of the whole factor.
+    rest = []
+    for term in terms:
+        is_known = term.factor and all(term.divisors)
+        rest.append(1 / (term.factor * math.prod(term.divisors)) if is_known else 1.0)
+    for values in [*zip(*(term.divisors for term in terms), strict=True), tuple(rest)]:
         if not _alike(values):
             _expect_count(values, terms, index, of_ranks, name)
     divisors[path] = "count"
@@ -229,26 +258,29 @@ def _meaning(
 def _expect_count(
     values: Sequence[float], terms: Sequence[Term], index: int, of_ranks: Sequence[RankLoss], name: str
 ) -> None:
-    """Refuse numbers that sums are divided by, by rank, unless they count. Raises `ConfigError`."""
-    path, rows = terms[0].path, [one.rows for one in of_ranks]
-    is_any = [not one.is_empty for one in terms]
-    if all(one.weights is not None for one in terms):
-        of_weights = [
-            value / one.weights.total
-            for value, one, counts in zip(values, terms, is_any, strict=True)
-            if counts and one.weights is not None and one.weights.total
-        ]
-        if _alike(of_weights):
+    """Refuse the divisors of a sum, by rank, unless they are counts. Raises `ConfigError`.
+
+    They are if they go by the total of the term's weights, by the rows of the batch, or by an entry of the batch.
+    """
+    path, rows = terms[0].path, [rank_loss.rows for rank_loss in of_ranks]
+    is_any = [not term.is_empty for term in terms]
+    if all(term.weights is not None for term in terms):
+        over_weights = []
+        for value, term, is_present in zip(values, terms, is_any, strict=True):
+            if is_present and term.weights is not None and term.weights.total:
+                over_weights.append(value / term.weights.total)
+        if _alike(over_weights):
             return
-    explained = [set(one.explained[index]) for one in of_ranks]
+    explained = [set(rank_loss.explained[index]) for rank_loss in of_ranks]
     if _alike([value / row for value, row in zip(values, rows, strict=True)]) or set.intersection(*explained):
         return
-    if not all(_is_whole(value) or not counts for value, counts in zip(values, is_any, strict=True)):
+    present_values = [value for value, is_present in zip(values, is_any, strict=True) if is_present]
+    if not all(map(_is_whole, present_values)):
         raise _refusal(
             name, path, f"is a sum divided by {_show(values)} on the ranks, which count nothing that is known here"
         )
-    # Divided by the larger of its number and one, which hides that a rank has none.
-    if any(abs(value) == 1 and counts for value, counts in zip(values, is_any, strict=True)):
+    # Scripts divide by max(count, 1), which hides whether a rank has one or none.
+    if any(abs(value) == 1 for value in present_values):
         raise _refusal(
             name,
             path,

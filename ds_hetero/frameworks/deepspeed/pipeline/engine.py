@@ -115,17 +115,23 @@ class PipelineInstaller(Installer):
 
     @waiting_for_peers("building the engine")
     def install(self) -> tuple[HookedEngine, tuple[Any, ...]]:
-        """Cut the model and build the engine."""
+        """Cut the model, then build the engine on this rank's stage; see `Installer.install`."""
         model: nn.Module = self._given["model"]
-        described, buffers = elastic.describe_parameters(model), [name for name, _ in persistent_buffers(model)]
+        # Read while the model is whole: names and shapes are those of the whole model.
+        described = elastic.describe_parameters(model)
+        buffers = [name for name, _ in persistent_buffers(model)]
         examined = on_all_ranks(self._examine)
-        named, self._is_empty = examined[self._rank].groups, _agreed_is_empty(examined)
+        named = examined[self._rank].groups
+        self._is_empty = _agreed_is_empty(examined)
         made = self._registry.process_groups
+        # These change layers, which are whole now and on the host.
         if self._plan.activation_checkpointing is not None:
             _checkpoint_activations(model, "enable" if self._plan.activation_checkpointing else "disable")
         if self._start.facts.training.mixed_precision == "bfloat16":
             _cast(model, torch.bfloat16)
         stage = self._models.cut_model(model, self._plan, self._rank, self._section.tile_tokens)
+        # Process groups, on every rank in this order: of sequence stages, then between neighbouring stages; `_build`
+        # makes those of tensor stages and of the synchronizer. Making one is a collective of all ranks.
         has_sequences = "sequence" in inners_of(self._plan)
         replica = make_replica(_plan_of_stages(self._plan), made) if has_sequences else None
         if self._stage is not None and self._stage.inner == "sequence":
@@ -178,15 +184,20 @@ class PipelineInstaller(Installer):
                 'pipelines need an optimizer: "optimizer" in ds_config.json, or one given to deepspeed.initialize.'
             )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # As in `deepspeed.initialize`: an optimizer's own groups, or ``model_parameters``, or all that are trained.
         if isinstance(optimizer, Optimizer):
             return _Examined(groups_by_name(optimizer.param_groups, names), self._models.is_on_meta(model))
-        given = list(self._given.get("model_parameters") or [p for p in model.parameters() if p.requires_grad])
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        given = list(self._given.get("model_parameters") or trained)
         if given and not isinstance(given[0], Mapping):
             given = [{"params": given}]
         return _Examined(groups_by_name(given, names), self._models.is_on_meta(model))
 
     def _build(self, stage: StagedModel, named: Groups) -> tuple[Any, ...]:
-        """Let stock build the engine; what depends on the device is done when DeepSpeed asks for the optimizer."""
+        """Let stock build the engine, as on a job of one rank; gradients are synchronized by ours.
+
+        Our steps that depend on the device run when DeepSpeed asks for the optimizer: it has moved the model by then.
+        """
         lone = groups_of_lone_rank(self._registry.process_groups)
         with _left_on_meta(stage) if self._is_empty else contextlib.nullcontext():
             built = self._call_stock(
@@ -216,10 +227,12 @@ class PipelineInstaller(Installer):
         return PipelineOptimizer(self._inner(owned), sync, clipping_of(self._ds_config), self._clock, names)
 
     def _inner(self, owned: Groups) -> Optimizer:
+        """Return the user's optimizer over the parts of parameters that this rank owns."""
         optimizer = self._given.get("optimizer")
         if optimizer is None:
             return optimizer_of_section(self._ds_config["optimizer"], owned)
-        if isinstance(optimizer, Optimizer):  # the same object, since schedulers set the rates in its groups
+        if isinstance(optimizer, Optimizer):
+            # The same object goes on: learning-rate schedulers set the rates in its groups.
             for group, of_rank in zip(optimizer.param_groups, owned, strict=True):
                 group["params"] = of_rank["params"]
             optimizer.state.clear()
@@ -254,8 +267,9 @@ def _agreed_is_empty(by_rank: Sequence[_Examined]) -> bool:
 
 def _checkpoint_activations(model: nn.Module, verb: str) -> None:
     """Switch activation checkpointing by ``"enable"`` or ``"disable"``, with the installed transformers' method."""
-    prefixes = ("activation", "gradient")  # before transformers 5.23 it is the latter
-    name = next(name for name in (f"{prefix}_checkpointing_{verb}" for prefix in prefixes) if hasattr(model, name))
+    name = f"activation_checkpointing_{verb}"
+    if not hasattr(model, name):  # before transformers 5.23
+        name = f"gradient_checkpointing_{verb}"
     getattr(model, name)()
 
 
@@ -267,7 +281,10 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _plan_of_stages(plan: Plan) -> Plan:
-    """Return a plan of replicas in which every sequence stage is one, and every other rank of the job is one alone."""
+    """Return a plan of replicas: each sequence stage is a replica, and so is each other rank of the job by itself.
+
+    Attention then has a replica on every rank, and all ranks make the same process groups.
+    """
     assert plan.model is not None
     num_heads, num_kv_heads = plan.model.num_heads, plan.model.num_kv_heads
 
@@ -277,8 +294,8 @@ def _plan_of_stages(plan: Plan) -> Plan:
 
     stages: list[Stage] = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     schedules = [stage.schedule for stage in stages if stage.schedule is not None]
-    held = {rank for schedule in schedules for rank in schedule.ranks}
-    schedules += [alone(rank) for rank in range(dist.get_world_size()) if rank not in held]
+    ranks_of_sequences = {rank for schedule in schedules for rank in schedule.ranks}
+    schedules += [alone(rank) for rank in range(dist.get_world_size()) if rank not in ranks_of_sequences]
     return Plan.of_replicas(sorted(schedules, key=lambda schedule: schedule.ranks))
 
 
