@@ -1,4 +1,8 @@
-"""All hooks around the methods of DeepSpeed's engines: `HOOKS`, one table."""
+"""All hooks around the methods of DeepSpeed's engines: `HOOKS`, one table.
+
+The hooks of a method are listed outermost first: each of them calls the next, and the last one the engine's own method.
+Where their order matters the reason stands at the row.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +32,11 @@ from ds_hetero.runtime.peers.calls import BACKWARD, FORWARD, SAVE, STEP
 from ds_hetero.runtime.step_clock import StepClock
 
 HOOKS = (
+    # Recorded before anything that may wait: another rank's diagnosis reads the record of a rank that hangs.
     HookRow("forward", recording(FORWARD), PipelinedEngine),
     HookRow("forward", waiting("running the passes of a step"), PipelinedEngine),
     HookRow("forward", run_passes, PipelinedEngine),
+    # The probes of find_unit run forwards of their own, which are neither recorded nor timed.
     HookRow("forward", before(split.note_forward), SplitEngine),
     HookRow("forward", split.find_unit, SplitEngine),
     HookRow("forward", within(split.record_common_forward), SplitEngine),
@@ -40,16 +46,20 @@ HOOKS = (
     HookRow("backward", keep_books, PipelinedEngine),
     HookRow("backward", within(split.time_backward), SplitEngine),
     HookRow("backward", waiting("running a backward"), SplitEngine),
+    # Innermost: its exchange of losses belongs to the backward that is timed, and may fail as one of its collectives.
     HookRow("backward", split.scale_loss, SplitEngine),
     HookRow("_backward_prologue", before(BackwardsOfStep.begin), SplitEngine, "backwards"),
     HookRow("_backward_epilogue", before(StepClock.note_gradients), SplitEngine, "clock"),
     HookRow("_backward_epilogue", after(BackwardsOfStep.end), SplitEngine, "backwards"),
+    # Outermost: state is saved after everything that a step changes, and copies must end before anything changes it.
     HookRow("step", ElasticEngine.around_step, part="elastic"),
     HookRow("step", recording(STEP)),
+    # take_times ends the step's record, so it stands around the phase that time_step writes into it.
     HookRow("step", after_optimizer_step(split.take_times)),
     HookRow("step", within(split.time_step)),
     HookRow("step", after_optimizer_step(split.record_step), SplitEngine),
     HookRow("step", waiting("running the engine's step")),
+    # Refusals, then check_step last: it runs a collective, which all ranks have to reach with the same step.
     HookRow("step", before(expect_passes), PipelinedEngine),
     HookRow("step", before(LossScaling.expect_scaled), SplitEngine, "scaling"),
     HookRow("step", after(BackwardsOfStep.forget), SplitEngine, "backwards"),
@@ -60,6 +70,7 @@ HOOKS = (
     HookRow("destroy", before(split.report_prediction), SplitEngine),
     HookRow("set_train_batch_size", before(refuse_batch_sizes)),
     HookRow("set_train_micro_batch_size", before(refuse_batch_sizes)),
+    # The time-out of a rank that died stands around the whole save, ours and DeepSpeed's.
     HookRow("save_checkpoint", recording(SAVE)),
     HookRow("save_checkpoint", waiting("saving a checkpoint")),
     HookRow("save_checkpoint", save_pipelines, PipelinedEngine),
@@ -68,6 +79,8 @@ HOOKS = (
     HookRow("module_state_dict", frozen_state, PipelinedEngine),
     HookRow("load_checkpoint", waiting("loading a checkpoint"), PipelinedEngine),
     HookRow("load_checkpoint", load_any_plan, PipelinedEngine),
+    # load_checkpoint reads the manifest before any file of DeepSpeed's; raise_on_all_ranks stands around what may fail on
+    # one rank, since the ranks wait for each other after it.
     HookRow("_load_checkpoint", waiting("loading a checkpoint"), SplitEngine),
     HookRow("_load_checkpoint", split.load_checkpoint, SplitEngine),
     HookRow("_load_checkpoint", raise_on_all_ranks, SplitEngine, "engine"),
@@ -78,4 +91,4 @@ HOOKS = (
     HookRow("_get_all_ckpt_names", Stage3Checkpoints.list_model_files, SplitEngine, "stage3"),
     HookRow("_get_param_fragment_func", Stage3Checkpoints.equal_shard, SplitEngine, "stage3"),
 )
-"""Of one method outermost first."""
+"""The hooks of each method, outermost first."""
