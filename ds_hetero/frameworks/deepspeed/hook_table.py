@@ -79,7 +79,7 @@ HOOKS = (
     HookRow("module_state_dict", frozen_state, PipelinedEngine),
     HookRow("load_checkpoint", waiting("loading a checkpoint"), PipelinedEngine),
     HookRow("load_checkpoint", load_any_plan, PipelinedEngine),
-    # load_checkpoint reads the manifest before any file of DeepSpeed's; raise_on_all_ranks stands around what may fail on
+    # load_checkpoint reads the manifest before any file of DeepSpeed; raise_on_all_ranks stands around what may fail on
     # one rank, since the ranks wait for each other after it.
     HookRow("_load_checkpoint", waiting("loading a checkpoint"), SplitEngine),
     HookRow("_load_checkpoint", split.load_checkpoint, SplitEngine),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -60,7 +60,7 @@ def make_boundary_groups(plan: Plan, groups: ProcessGroups) -> dict[tuple[int, i
 
 
 class Sending:
-    """Messages of one micro-batch that are on their way; holds their memory until they have left."""
+    """Messages of one micro-batch that are on their way. It holds their memory: isend reads it in the background."""
 
     def __init__(self, works: Sequence[dist.Work], parts: Sequence[Tensor]) -> None:
         self._works, self._parts = works, parts
@@ -73,12 +73,12 @@ class Sending:
 
 
 class Receiving:
-    """Messages of one micro-batch that this rank has asked for.
+    """Messages of one micro-batch that this rank has requested.
 
     Args:
-        parts: where the intervals of a message lie among the tokens of ``result``, and its tensor.
+        parts: of each message, where its intervals lie among the tokens of ``result``, and its tensor.
         result: [b, c, H], to be filled.
-        gather: makes of it what all ranks of the stage have; None where they hold no copies.
+        gather: puts the results of all ranks of the stage together; None where they hold no copies.
     """
 
     def __init__(
@@ -119,11 +119,18 @@ class Boundary:
         Caller: every rank of both stages, before it posts a message, with the same lengths.
         Collectives: see `Connections.make`; nothing for lengths whose ranks are connected.
         """
-        transfers_of = (self._messages(length) for length in sorted(set(lengths)))
-        self.connections.make({(message.sender, message.receiver) for of in transfers_of for message in of})
+        pairs = set()
+        for length in set(lengths):
+            pairs.update((message.sender, message.receiver) for message in self._messages(length))
+        self.connections.make(pairs)
 
     def send(self, x: Tensor, length: int) -> Sending:
-        """Send what this rank carries of ``x``, [b, s, H] in its tokens' order, of ``length`` tokens in all."""
+        """Send this rank's part of the activations of a micro-batch.
+
+        Args:
+            x: [b, s, H], in the order of the rank's tokens.
+            length: tokens of the whole sequence.
+        """
         parts, ops = [], []
         for message in self._messages(length):
             if message.sender == self.rank:
@@ -133,10 +140,10 @@ class Boundary:
         return Sending(_post(ops), parts)
 
     def receive(self, rows: int, length: int, width: int, dtype: torch.dtype) -> Receiving:
-        """Ask for what this rank carries of the other stage's [``rows``, ``length``, ``width``]."""
+        """Request this rank's part of the other stage's activations [``rows``, ``length``, ``width``]."""
         carried = carried_intervals(self.target, length, self.rank)
         tokens = sum(stop - start for start, stop in carried)
-        if self.copies is not None:  # a gather takes as many of every rank, and the last may carry fewer
+        if self.copies is not None:  # a gather takes equal parts of all ranks, and the last may carry fewer tokens
             tokens = -(-length // len(self.target.ranks))
         result = torch.empty(rows, tokens, width, dtype=dtype, device=self.device)
         parts, ops = [], []
@@ -162,15 +169,20 @@ def _gathered(part: Tensor, length: int, group: ProcessGroup) -> Tensor:
 
 
 def _post(ops: Sequence[dist.P2POp]) -> list[dist.Work]:
+    """Post messages as one batch: NCCL runs those of a batch together, so that a send cannot block a receive."""
     return list(dist.batch_isend_irecv(list(ops))) if ops else []
 
 
 def _local(intervals: Sequence[Range], held: Sequence[Range]) -> tuple[Range, ...]:
     """Return where position intervals lie among the tokens of a rank that holds ``held`` in this order."""
-    offsets = accumulate((stop - start for start, stop in held), initial=0)
-    first = dict(zip(held, offsets, strict=False))
     local = []
     for start, stop in intervals:
-        low, offset = next((a, first[a, b]) for a, b in held if a <= start and stop <= b)
-        local.append((offset + start - low, offset + stop - low))
+        num_before = 0  # tokens of the intervals before
+        for low, high in held:
+            if low <= start and stop <= high:
+                local.append((num_before + start - low, num_before + stop - low))
+                break
+            num_before += high - low
+        else:
+            raise AssertionError("an interval lies in one of those that a rank holds")
     return tuple(local)

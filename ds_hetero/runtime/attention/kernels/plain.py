@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_hetero.batch.tiles import Band
 from ds_hetero.runtime.attention.kernels.interface import SavedForward, Scores, merge_
 
-_QUERIES, _KEYS = 256, 1024  # at most this much of the score matrix is in memory at a time, per sample and head
+_QUERIES, _KEYS = 256, 1024  # the part of the score matrix in memory, per sample and head; chosen, never measured
 
 
 def band_mask(band: Band, queries: range, keys: range, device: torch.device) -> Tensor | None:
@@ -23,9 +23,9 @@ def band_mask(band: Band, queries: range, keys: range, device: torch.device) -> 
     hi = torch.inf if band.hi is None else band.hi
     if lo <= keys.start - (queries.stop - 1) and keys.stop - 1 - queries.start <= hi:
         return None
-    diagonal = torch.arange(keys.start, keys.stop, device=device) - torch.arange(
-        queries.start, queries.stop, device=device
-    ).unsqueeze(1)
+    key_index = torch.arange(keys.start, keys.stop, device=device)
+    query_index = torch.arange(queries.start, queries.stop, device=device)
+    diagonal = key_index - query_index.unsqueeze(1)  # [queries, keys]
     return (lo <= diagonal) & (diagonal <= hi)
 
 
@@ -39,7 +39,8 @@ def plain_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -
         v_part = v[:, :, cols].to(wide)
         s_part = _scores(q[:, :, rows].to(wide), k[:, :, cols].to(wide), mask, scores)
         lse_part = s_part.logsumexp(-1)
-        merge_(out[:, :, rows], lse[:, :, rows], _per_kv_head(_softmax(s_part, lse_part), v_part), lse_part)
+        out_part = _per_kv_head(_softmax(s_part, lse_part), v_part)
+        merge_(out[:, :, rows], lse[:, :, rows], out_part, lse_part)
     return out.to(q.dtype), lse
 
 
@@ -47,7 +48,7 @@ def plain_backward(dout: Tensor, saved: SavedForward, scores: Scores, band: Band
     """`AttentionKernel.backward`; gradients in float32 (float64 for float64 inputs)."""
     q, k, v, softcap = saved.q, saved.k, saved.v, scores.softcap
     wide = saved.lse.dtype
-    dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v))
+    dq, dk, dv = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
     for rows, cols, mask in _parts(band, q.shape[2], k.shape[2], q.device):
         q_part, dout_part = q[:, :, rows].to(wide), dout[:, :, rows].to(wide)
         k_part, v_part = k[:, :, cols].to(wide), v[:, :, cols].to(wide)
@@ -98,5 +99,6 @@ def _per_kv_head(x: Tensor, of_keys: Tensor) -> Tensor:
 
 def _sum_of_group(x: Tensor, of_queries: Tensor, num_kv_heads: int) -> Tensor:
     """Product x.T @ of_queries, [B, H, Q, K] and [B, H, Q, D] -> [B, G, K, D], summed over each group of heads."""
-    x, of_queries = (y.reshape(y.shape[0], num_kv_heads, -1, y.shape[-1]) for y in (x, of_queries))
+    x = x.reshape(x.shape[0], num_kv_heads, -1, x.shape[-1])  # [B, G, H / G * Q, K]
+    of_queries = of_queries.reshape(of_queries.shape[0], num_kv_heads, -1, of_queries.shape[-1])
     return x.mT @ of_queries
