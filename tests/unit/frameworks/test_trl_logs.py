@@ -27,7 +27,7 @@ def test_numbers_since_the_last_log_go_on():
 
 
 def test_a_trainer_that_compares_with_what_no_save_holds_is_refused():
-    with pytest.raises(ConfigError, match=r"DPOTrainer cannot be kept by an elastic job yet.*SFTTrainer goes on"):
+    with pytest.raises(ConfigError, match=r"DPOTrainer cannot be kept by an elastic job yet.*SFTTrainer resumes"):
         running_state(DPOTrainer.__new__(DPOTrainer))
 
 
