@@ -119,7 +119,7 @@ class Boundary:
         Caller: every rank of both stages, before it posts a message, with the same lengths.
         Collectives: see `Connections.make`; nothing for lengths whose ranks are connected.
         """
-        pairs = set()
+        pairs: set[tuple[int, int]] = set()
         for length in set(lengths):
             pairs.update((message.sender, message.receiver) for message in self._messages(length))
         self.connections.make(pairs)
