@@ -19,8 +19,9 @@ def running_state(trainer: Any) -> dict[str, Any]:
         return {}
     if name not in OF_TOKENS:
         raise ConfigError(
-            f"TRL's {name} cannot be kept by an elastic job yet: what it generates, or compares with, is in no save. "
-            f"Of TRL's trainers {', '.join(sorted(OF_TOKENS))} resumes exactly; start this one without --elastic."
+            f"TRL's {name} cannot be kept by an elastic job yet: no save has the completions that it generates, or the "
+            f"model that it compares with. Of TRL's trainers {', '.join(sorted(OF_TOKENS))} resumes exactly; start "
+            "this one without --elastic."
         )
     metrics = {}  # by "train" and "eval": the values since the latest log, by their names
     for mode, values_by_name in trainer._metrics.items():
