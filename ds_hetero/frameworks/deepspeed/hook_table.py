@@ -59,7 +59,7 @@ HOOKS = (
     HookRow("step", within(split.time_step)),
     HookRow("step", after_optimizer_step(split.record_step), SplitEngine),
     HookRow("step", waiting("running the engine's step")),
-    # Refusals, then check_step last: it runs a collective, which all ranks have to reach with the same step.
+    # Refusals, then the checks: they run collectives, which all ranks have to reach with the same step.
     HookRow("step", before(expect_passes), PipelinedEngine),
     HookRow("step", before(LossScaling.expect_scaled), SplitEngine, "scaling"),
     HookRow("step", after(BackwardsOfStep.forget), SplitEngine, "backwards"),
