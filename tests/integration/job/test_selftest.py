@@ -68,6 +68,7 @@ def test_ranks_that_work_pass(world_size: int, options: list[str], tmp_path: Pat
         assert ("sub-rings" in lines) == (world_size == 4)
     if not options:
         assert {f"training step, ZeRO-{stage}" for stage in range(4)} <= set(lines)
+        assert lines["training step, ZeRO-0, bfloat16"]["status"] == "pass"
     text = (tmp_path / "report.txt").read_text()
     assert "PASS" in text and os.uname().nodename not in text
 
