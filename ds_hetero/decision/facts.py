@@ -46,7 +46,7 @@ class ModelFacts:
         """
         if self.spec is None and by_memory:
             raise ModelError(
-                f"{self.no_spec_reason} So what the ranks have left of their memory is not known: give "
+                f"{self.no_spec_reason} So the free memory of the ranks cannot be predicted: give "
                 f'"{SECTION}.zero_partition" a list of weights, one per rank, or "uniform".'
             )
         if self.spec is None:

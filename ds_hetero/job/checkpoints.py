@@ -80,10 +80,10 @@ def discard(folder: Path) -> None:
 def expect_finished(folder: Path) -> None:
     """Refuse a folder that holds no finished checkpoint. Raises `CheckpointError`."""
     if folder.name.endswith(DRAFT):
-        raise CheckpointError(f"{folder} is what a save that was cut off has left. Load a checkpoint that is finished.")
+        raise CheckpointError(f"{folder} is from a save that was interrupted. Load a checkpoint that is finished.")
     if not folder.is_dir():
         draft = draft_of(folder)
-        unfinished = f" {draft.name} beside it is what a save that was cut off has left." if draft.exists() else ""
+        unfinished = f" {draft.name} beside it is from a save that was interrupted." if draft.exists() else ""
         raise CheckpointError(f"there is no finished checkpoint in {folder}.{unfinished} Load another one.")
 
 

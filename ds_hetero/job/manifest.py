@@ -80,7 +80,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         for part in parts.values():
             numbers += [part.size_bytes, part.crc32]
         if not all(is_whole(number, 0, 2**62) for number in numbers) or not isinstance(save_id, str):
-            raise TypeError("a number or the name of the save is of another kind")
+            raise TypeError("a number, or the id of the save, has another type")
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). Load an earlier checkpoint.") from None
     return Manifest(step=step, save_id=save_id, parts=parts, plan=plan)

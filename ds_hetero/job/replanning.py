@@ -190,13 +190,13 @@ class Replanning:
             plan = read_plan(content)
             _expect_same_job(plan, self.plan)
         except HeteroError as error:
-            self._announce(f"the plan that re-planning had come to is left, and the job goes on with its own: {error}")
+            self._announce(f"the job cannot use the changed plan, and goes on with its own: {error}")
             return False
         if plan.fingerprint == self.plan.fingerprint:
             return False
         changes_batches = plan.batch_split != self.plan.batch_split
         plan_text = str(plan.batch_split) if changes_batches else plan.schedules[0].to_json()
-        self._announce(f"goes on with the plan that re-planning had come to: {plan_text}")
+        self._announce(f"goes on with the changed plan: {plan_text}")
         self.plan = plan
         self._change_plan(plan)
         return True

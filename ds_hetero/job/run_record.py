@@ -127,7 +127,7 @@ class RunRecord:
                 f"no {self._path.name}: the job ended before the third optimizer step since it was started or resumed"
             )
         elif self._write(reason or "normally"):
-            announce(f"what was measured is in {self._path}")
+            announce(f"the measurements are in {self._path}")
 
     def _write(self, ended: str) -> bool:
         began_s = time.monotonic()

@@ -76,7 +76,7 @@ def _config(folder: Path | None, **section: Any) -> dict[str, Any]:
 def test_a_job_writes_what_it_measured(tmp_path):
     folder = tmp_path / "new" / "folder"
     said, _ = run_deepspeed(_train, 2, _config(folder), STEPS)
-    assert any(f"what was measured is in {folder}" in line for line in said)
+    assert any(f"the measurements are in {folder}" in line for line in said)
     assert [path.name for path in folder.iterdir()] == ["run.json"]  # nothing half-written is left
     run = read_run(folder / "run.json")
     assert run.ended == "normally" and {"torch", "deepspeed", "ds-hetero", "python"} <= set(run.versions)

@@ -284,8 +284,8 @@ def _resume(rank: int, folder: str) -> tuple[list[float], list[float]]:
     assert Path(path).parent.name == "first"
     resumed = train(engine, 2, STEPS)
     for tag, said in (
-        ("second", r"no finished checkpoint in .*second\. second\.saving beside it is what a save that was cut off"),
-        ("second.saving", "is what a save that was cut off has left"),
+        ("second", r"no finished checkpoint in .*second\. second\.saving beside it is from a save that was"),
+        ("second.saving", "is from a save that was interrupted"),
     ):
         with pytest.raises(CheckpointError, match=said):
             engine.load_checkpoint(folder, tag)

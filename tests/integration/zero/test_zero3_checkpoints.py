@@ -250,7 +250,7 @@ def _go_on(rank: int, folder: str) -> None:
     path, _ = engine.load_checkpoint(folder)
     assert Path(path).parent.name == "first"
     assert engine.global_steps == 1
-    with pytest.raises(CheckpointError, match=r"second\.saving beside it is what a save that was cut off has left"):
+    with pytest.raises(CheckpointError, match=r"second\.saving beside it is from a save that was interrupted"):
         engine.load_checkpoint(folder, "second")
 
 

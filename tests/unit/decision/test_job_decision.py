@@ -157,7 +157,7 @@ def test_shares_by_memory_of_a_model_that_no_cost_model_describes_are_refused_as
         model=unknown,
         sp_sizes={"sequence_parallel_size of ds_config": 1},
     )
-    with pytest.raises(ModelError, match=r'have left .* a list of weights, one per rank, or "uniform"'):
+    with pytest.raises(ModelError, match=r'free memory .* a list of weights, one per rank, or "uniform"'):
         decide(alone, 2, measured=None, on_host=False)
 
 

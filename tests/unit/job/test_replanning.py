@@ -1,4 +1,4 @@
-"""A resumed job goes on with the plan that re-planning had come to, if it is one for its ranks and its model."""
+"""A resumed job goes on with the changed plan of its checkpoint, if that is for its ranks and its model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_changed_plan_is_gone_on_with(capsys: pytest.CaptureFixture[str]) -> N
     assert replanning.plan == _plan(1, 1)
     assert replanning.resume(other.to_dict())
     assert changed == [other] and replanning.plan == other
-    assert "goes on with the plan that re-planning had come to" in capsys.readouterr().err
+    assert "goes on with the changed plan" in capsys.readouterr().err
     assert not replanning.resume(other.to_dict())
 
 
