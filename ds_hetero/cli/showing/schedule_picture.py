@@ -1,7 +1,7 @@
 """Picture of a schedule.
 
-Ranks are columns: their tokens, the heads they compute and their memory against its capacity, coloured by group. Below
-stands the timeline of one block: what a rank of every kind computes and what it transfers meanwhile.
+Ranks are columns, coloured by group, with their tokens, their heads, and their memory against its capacity. A timeline
+of one block below them shows the computing and the transfers of one rank of every kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ds_hetero.planner.results.sentences import describe
 from ds_hetero.reporting.timelines import block_spans
 from ds_hetero.values.schedule import Schedule
 
-MAX_TIMELINE_RANKS = 16  # drawn; where there are more kinds of work, the first ones
+MAX_TIMELINE_RANKS = 16  # ranks of the timeline: the first ones, if there are more kinds of work; never measured
 MAX_LABELLED_RANKS = 24  # with more, numbers on the bars would overlap
 KINDS = {"non_attention": "#8da0cb", "attention": "#66c2a5", "all_to_all": "#e78ac3", "ring": "#fc8d62"}
 GREY = "#666666"
@@ -38,11 +38,9 @@ def draw_schedule(scenario: Scenario, cost: CostModel, schedule: Schedule, predi
     width = min(max(9.0, 4.0 + 0.5 * schedule.sp_size), 24.0)
     figure = Figure(figsize=(width, 1.5 + sum(heights)), layout="constrained")
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    colour_of = {
-        rank: COLOURS[position % len(COLOURS)]
-        for position, group in enumerate(schedule.ring_groups)
-        for rank in group.ranks
-    }
+    colour_of: dict[int, str] = {}  # by rank
+    for position, group in enumerate(schedule.ring_groups):
+        colour_of.update(dict.fromkeys(group.ranks, COLOURS[position % len(COLOURS)]))
     _draw_tokens(axes[0], scenario, schedule, colour_of)
     _draw_heads(axes[1], schedule, colour_of)
     _draw_memory(axes[2], cost, schedule, prediction, colour_of)
@@ -53,10 +51,11 @@ def draw_schedule(scenario: Scenario, cost: CostModel, schedule: Schedule, predi
         rank_axes.set_xlim(-0.6, schedule.sp_size - 0.4)
     for any_axes in axes:
         any_axes.spines[["top", "right"]].set_visible(False)
-    text = [describe(schedule, scenario.cluster), *_summary(scenario, prediction).split("; ")]
-    joined = [part.replace(" %", "\N{NO-BREAK SPACE}%") for part in text]  # a "%" belongs to its number's line
-    lines = [line for part in joined for line in textwrap.wrap(part, int(width * 12))]
-    figure.suptitle("\n".join(lines), fontsize=10, x=0.01, ha="left", linespacing=1.5)
+    title_lines: list[str] = []
+    for part in (describe(schedule, scenario.cluster), *_summary(scenario, prediction).split("; ")):
+        unbroken = part.replace(" %", "\N{NO-BREAK SPACE}%")  # keeps a "%" on the line of its number
+        title_lines += textwrap.wrap(unbroken, int(width * 12))
+    figure.suptitle("\n".join(title_lines), fontsize=10, x=0.01, ha="left", linespacing=1.5)
     return figure
 
 
@@ -72,7 +71,7 @@ def _draw_tokens(axes: Axes, scenario: Scenario, schedule: Schedule, colour_of: 
 
 
 def _draw_heads(axes: Axes, schedule: Schedule, colour_of: dict[int, Any]) -> None:
-    """Every rank's range of heads; ranges of one group stack up to all heads."""
+    """Draw every rank's range of heads; the ranges of one group add up to all heads."""
     for group in schedule.ring_groups:
         for rank in group.ranks:
             start, stop = group.head_range(rank)
@@ -97,24 +96,25 @@ def _draw_memory(
 
 
 def _label_devices(axes: Axes, scenario: Scenario, schedule: Schedule) -> None:
-    """Rank numbers as ticks; below them, once for neighbours of one kind, the name of the device."""
+    """Label the ranks with their numbers, and runs of ranks with one device with its name."""
     if schedule.sp_size > MAX_LABELLED_RANKS:
         axes.set_xlabel("rank")
         return
     names = [scenario.cluster.devices[rank].name for rank in range(schedule.sp_size)]
     axes.set_xticks(range(schedule.sp_size))
-    first = 0
+    below_axis = axes.get_xaxis_transform()
+    first_rank = 0
     for name, run in groupby(names):
         count = len(list(run))
-        middle, below = first + (count - 1) / 2, axes.get_xaxis_transform()
+        middle = first_rank + (count - 1) / 2
         text = f"{count} x {name}" if count > 1 else name
-        axes.text(middle, -0.24, text, transform=below, ha="center", va="top", fontsize=9, color=GREY)
-        first += count
+        axes.text(middle, -0.24, text, transform=below_axis, ha="center", va="top", fontsize=9, color=GREY)
+        first_rank += count
     axes.set_xlabel("rank", x=0, ha="right", labelpad=-9)
 
 
 def _draw_timeline(axes: Axes, scenario: Scenario, spans: list[Span], ranks: list[int]) -> None:
-    """Two rows per rank: the upper one computes, the lower one transfers."""
+    """Draw two rows per rank: computing above, transfers below."""
     for span in spans:
         row = ranks.index(span.rank) + (0.0 if span.stream == "compute" else 0.42)
         bar = (span.start_s * 1e3, (span.stop_s - span.start_s) * 1e3)
@@ -131,11 +131,13 @@ def _draw_timeline(axes: Axes, scenario: Scenario, spans: list[Span], ranks: lis
 def _drawn_ranks(scenario: Scenario, schedule: Schedule) -> list[int]:
     """The first rank of every kind of work, at most `MAX_TIMELINE_RANKS`, ascending."""
     tokens = schedule.tokens(scenario.workload.seq_len)
-    first: dict[tuple[object, ...], int] = {}
+    first_rank: dict[tuple[object, ...], int] = {}  # by kind of work
     for position, group in enumerate(schedule.ring_groups):
         for rank, heads in zip(group.ranks, group.heads, strict=True):
-            first.setdefault((position, scenario.cluster.devices[rank].name, tokens[rank] // 16, heads), rank)
-    return sorted(first.values())[:MAX_TIMELINE_RANKS]
+            # In units of 16 tokens, so that ranks which differ by a rounding are one kind.
+            kind = position, scenario.cluster.devices[rank].name, tokens[rank] // 16, heads
+            first_rank.setdefault(kind, rank)
+    return sorted(first_rank.values())[:MAX_TIMELINE_RANKS]
 
 
 def _summary(scenario: Scenario, prediction: Prediction) -> str:
