@@ -31,7 +31,7 @@ def read_model_facts(model: nn.Module) -> ModelFacts:
 
 
 def read_facts_of_whole_model(model: nn.Module) -> ModelFacts:
-    """Return facts of any module, for replicas of one rank: a model that could be split is described as one that is."""
+    """Return facts of any module, for replicas of one rank. A transformers model is described as one that is split."""
     try:
         return read_model_facts(model)
     except ModelError:
@@ -52,7 +52,7 @@ def read_facts_of_whole_model(model: nn.Module) -> ModelFacts:
 
 
 def describe_model(model: nn.Module) -> ModelFacts:
-    """`read_model_facts` of a model that has been checked. Raises `ModelError`: see `head_counts`."""
+    """Do `read_model_facts` for a model that was checked before. Raises `ModelError`: see `head_counts`."""
     pretrained = pretrained_of(model)
     config = pretrained.config.get_text_config()
     num_heads, num_kv_heads = head_counts(pretrained)
@@ -83,14 +83,17 @@ def describe_model(model: nn.Module) -> ModelFacts:
 
 
 def _offloads_checkpoints(module: nn.Module) -> bool:
-    """Whether transformers was asked to keep this layer's checkpoint on the host: its function wraps torch's then."""
+    """Return True if transformers saves this layer's checkpoint on the CPU.
+
+    Its checkpoint function is then a wrapper of torch's that calls ``save_on_cpu``, which is a name in its code.
+    """
     function = getattr(getattr(module, "_gradient_checkpointing_func", None), "func", None)
     names: tuple[str, ...] = getattr(getattr(function, "__code__", None), "co_names", ())
     return bool(getattr(module, "gradient_checkpointing", False)) and "save_on_cpu" in names
 
 
 def model_without_weights(source: str | Path) -> nn.Module | None:
-    """Return a config.json's causal language model on torch's meta device; None without one. Raises `ModelError`.
+    """Build the model of a config.json on torch's meta device. None if it cannot be built. Raises `ModelError`.
 
     Args:
         source: see `ds_hetero.models.presets.load_model`.
@@ -110,19 +113,24 @@ def model_without_weights(source: str | Path) -> nn.Module | None:
         reason = " ".join(str(error.__cause__ or error).split())
         raise ModelError(f"transformers refuses the values of model {shortened(str(source))}: {reason[:300]}") from None
     except (AttributeError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError):
-        return None  # of a kind that this transformers does not know, or cannot build from these values
+        return None  # a model type that the installed transformers does not have, or cannot build from these values
 
 
 def _head_dim(config: Any, num_heads: int) -> int | None:
-    """Return the width of a head, of the widest layer's; None where the configuration does not say."""
-    given, hidden_size = values_by_layer(config, "head_dim"), common_value(config, "hidden_size")
-    if all(isinstance(width, int) for width in given):
-        return int(max(given))
+    """Return the head size of the layer with the largest heads; None if the configuration does not say it."""
+    head_dims = values_by_layer(config, "head_dim")
+    hidden_size = common_value(config, "hidden_size")
+    if all(isinstance(head_dim, int) for head_dim in head_dims):
+        return int(max(head_dims))
     return hidden_size // num_heads if isinstance(hidden_size, int) else None
 
 
 def _trained_share(model: nn.Module | PretrainedModel) -> float:
-    """Share of the elements that are trained, also where ZeRO-3 has partitioned them already."""
-    parameters = list(model.parameters())
-    sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
-    return sum(size for p, size in zip(parameters, sizes, strict=True) if p.requires_grad) / max(sum(sizes), 1)
+    """Return the fraction of parameter elements that are trained, also of parameters that ZeRO-3 has partitioned."""
+    num_elements = num_trained = 0
+    for parameter in model.parameters():
+        size = getattr(parameter, "ds_numel", parameter.numel())
+        num_elements += size
+        if parameter.requires_grad:
+            num_trained += size
+    return num_trained / max(num_elements, 1)

@@ -36,18 +36,19 @@ from ds_hetero.frameworks.transformers.model.towers import front_of, has_towers,
 from ds_hetero.frameworks.transformers.protocols import PretrainedModel
 from ds_hetero.runtime.data.shards import Batch, Entries
 
-_EXPERTS = "Experts"  # how transformers ends the names of the classes that hold the experts of a layer
+_EXPERTS = "Experts"  # suffix of transformers' classes that contain all experts of a layer
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_TOKENWISE_TYPES = ("mlp", "moe")  # of layers without attention, beside recurrent ones
+_TOKENWISE_TYPES = ("mlp", "moe")  # layer types of hybrid models that neither attend nor recur
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 _POOLED = ("ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction")
 POOLS = (
     "{} has a head that pools over the whole sequence, and each rank would give it only a part. Call it with whole "
     "batches, the same on all ranks of a replica, by handle.sharded_call(engine, **batch); TRL's RewardTrainer does so."
 )
-# By model_type, models that take their attention from transformers' registry though they do not declare it.
+# By model_type: models that call transformers' registered attention functions, but do not declare it.
 _UNDECLARED = ("stablelm",)
-# By model_type, attention that goes through transformers' interface and is another's all the same.
+# By model_type: models that call registered attention functions, but whose attention depends on other tokens than the
+# mask says.
 _OWN_ATTENTION = {
     "doge": "its attention chooses keys by their content, in masks of its own",
     "jetmoe": "its attention has num_key_value_heads of keys per expert and repeats them for each expert of a token",
@@ -55,7 +56,7 @@ _OWN_ATTENTION = {
 
 
 def pretrained_of(model: nn.Module) -> PretrainedModel:
-    """The transformers model that ``model`` is or wraps. Raises `ModelError`: there is none, or two side by side."""
+    """Return the transformers model that ``model`` is or contains. Raises `ModelError`: there are none or several."""
     from transformers import PreTrainedModel
 
     outermost: list[PretrainedModel] = []
@@ -75,7 +76,7 @@ def pretrained_of(model: nn.Module) -> PretrainedModel:
 
 
 def decoder_of(pretrained: PretrainedModel) -> nn.Module:
-    """Return the part that turns tokens into hidden states: it makes the masks, and is called once per forward."""
+    """Return the module that turns tokens into hidden states; it makes the masks, and is called once per forward."""
     if has_towers(pretrained):
         return text_decoder_of(pretrained)
     from transformers import PreTrainedModel
@@ -84,14 +85,14 @@ def decoder_of(pretrained: PretrainedModel) -> nn.Module:
     behind_head: Any = getattr(base, "model", None)
     if base is pretrained and isinstance(behind_head, PreTrainedModel):
         base = behind_head  # Mllama's text model has a head and is a base model by its name
-    inner: Any = getattr(base, "decoder", None)  # heads of OPT and its kin call it past the base model
+    inner: Any = getattr(base, "decoder", None)  # OPT's head, and those like it, call it directly, not the base model
     wraps = isinstance(inner, PreTrainedModel) and not hasattr(base, "encoder")
     decoder: nn.Module = inner if wraps else base
     return decoder
 
 
 def embeddings_of(pretrained: PretrainedModel) -> nn.Module | None:
-    """Module that turns tokens into embeddings; None if the model does not say."""
+    """Return the module that embeds tokens; None if ``get_input_embeddings`` is not implemented."""
     try:
         return pretrained.get_input_embeddings()
     except NotImplementedError:
@@ -99,20 +100,21 @@ def embeddings_of(pretrained: PretrainedModel) -> nn.Module | None:
 
 
 def containers_of_experts(model: nn.Module) -> list[nn.Module]:
-    """Modules that hold all experts of a layer, and call one inside once for each expert that a token chose.
+    """Return the modules that contain all experts of a layer.
 
-    How often that is depends on the tokens, and so differs from rank to rank and from run to run.
+    They call a module inside once for each expert that some token has chosen. So the number of calls depends on the
+    tokens, and differs between ranks and between runs.
     """
     return [module for module in model.modules() if type(module).__name__.endswith(_EXPERTS)]
 
 
 def pools(pretrained: PretrainedModel) -> bool:
-    """Whether the head pools over the sequence that its decoder returns, as for classification and rewards."""
+    """Return True if the head pools over the sequence of hidden states, as for classification and rewards."""
     return type(pretrained).__name__.endswith("ForSequenceClassification")
 
 
 def why_evaluated_whole(pretrained: PretrainedModel) -> str:
-    """Return why evaluation cannot run on shards where the model is entered, and what to do; empty if it can."""
+    """Return why an evaluation cannot shard whole batches at the model, and what to do; empty if it can."""
     name = type(pretrained).__name__
     if has_towers(pretrained):
         return (
@@ -125,7 +127,7 @@ def why_evaluated_whole(pretrained: PretrainedModel) -> str:
 
 
 def head_counts(pretrained: PretrainedModel) -> tuple[int, int]:
-    """Query heads and key/value heads. Raises `ModelError`: there is not one number for all layers."""
+    """Return the numbers of query heads and of key/value heads. Raises `ModelError`: layers have different numbers."""
     config = pretrained.config.get_text_config()
     num_heads = _only(values_by_layer(config, "num_attention_heads"))
     num_kv_heads = _only(values_by_layer(config, "num_key_value_heads")) or num_heads
@@ -143,24 +145,26 @@ def _only(values: tuple[Any, ...]) -> Any:
 
 
 def check_attention(model: nn.Module) -> None:
-    """Refuse an attention of the script's own. Raises `ModelError`: names the function."""
+    """Refuse an attention function that the script has registered. Raises `ModelError` with its name."""
     pretrained = pretrained_of(model)
     if problems := list(own_attention_problems(pretrained)):
         raise _error_of(pretrained, problems)
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be split exactly. Raises `ModelError` with every such feature, and what to change."""
+    """Refuse a model that cannot be split exactly. Raises `ModelError` with all its problems, and what to change."""
     adapters: Entries = {}
-    for module in reversed(list(model.modules())):  # the outermost module knows best what its adapters are called
+    # From the inside out: the outermost PEFT model has the last word on the adapter of a name.
+    for module in reversed(list(model.modules())):
         configs = getattr(module, "peft_config", None)
         adapters |= configs if isinstance(configs, dict) else {}
     problems = list(adapter_problems(adapters))
-    if problems:  # first, since an adapter may bring a model of its own
+    if problems:  # before `pretrained_of`, because an adapter may contain a second transformers model
         problems.append('docs/adapters.md lists those that can be; any trains with "sequence_parallel_size": 1')
         raise _error_of(model, problems)
     pretrained = pretrained_of(model)
-    problems = [problem for check in _CHECKS for problem in check(pretrained)]
+    for check in _CHECKS:
+        problems.extend(check(pretrained))
     if problems:
         raise _error_of(pretrained, problems)
 
@@ -186,7 +190,7 @@ def _interface_problems(pretrained: PretrainedModel) -> Iterator[str]:
 
 
 def _asks_registry(pretrained: PretrainedModel) -> bool:
-    """Whether a model takes its attention from transformers' registry, or that of its layers with attention."""
+    """Return True if a model that does not declare it dispatches attention through ALL_ATTENTION_FUNCTIONS."""
     decoder = decoder_of(pretrained)
     known = has_doors(decoder) or getattr(pretrained.config, "model_type", "") in _UNDECLARED
     return known and hasattr(sys.modules[type(decoder).__module__], "ALL_ATTENTION_FUNCTIONS")
@@ -210,7 +214,7 @@ def _config_problems(pretrained: PretrainedModel) -> Iterator[str]:
 
 
 def router_loss_problem(pretrained: PretrainedModel) -> str:
-    """Return why the routers' loss, once requested, would differ from one process; empty if it would not."""
+    """Return why the auxiliary loss of routers would differ from that of one process; empty if it would not."""
     weight = common_value(pretrained.config.get_text_config(), "router_aux_loss_coef")
     is_adapted = bool(
         getattr(pretrained, "peft_config", None) or getattr(pretrained.config, "quantization_config", None)
@@ -239,13 +243,13 @@ def _attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
 
 
 def _rope_types(parameters: Entries) -> set[Any]:
-    """Return the types in one set of rotary parameters, or in one set per layer type."""
+    """Return the rope types of rotary parameters, which may be one set, or one set per layer type."""
     per_layer = [entry for entry in parameters.values() if isinstance(entry, dict)]
     return {entry.get("rope_type") for entry in [parameters, *per_layer]}
 
 
 def _loss_problems(pretrained: PretrainedModel) -> Iterator[str]:
-    """Cut Cross Entropy, whose patch replaces the forward of a model: releases that know no ``shift_labels``."""
+    """Yield a problem for Cut Cross Entropy's patched forward, in releases that do not take ``shift_labels``."""
     forward = getattr(pretrained.forward, "__func__", pretrained.forward)
     if "cut_cross_entropy" not in getattr(forward, "__module__", ""):
         return
@@ -285,7 +289,7 @@ def _module_problems(pretrained: PretrainedModel) -> Iterator[str]:
 
 
 def check_quantized(model: nn.Module, zero_stage: int) -> None:
-    """Refuse bitsandbytes' weights that do not train as on one process. Raises `ModelError`: what to change."""
+    """Refuse bitsandbytes' weights with which training differs from one process. Raises `ModelError`."""
     problem = next(_quantization_problems(model, zero_stage), None)
     if problem is not None:
         raise ModelError(f"{type(model).__name__} does not train exactly on several ranks: {problem}.")
@@ -311,7 +315,7 @@ def _quantization_problems(model: nn.Module, zero_stage: int) -> Iterator[str]:
 
 
 def own_attention_problems(pretrained: PretrainedModel) -> Iterator[str]:
-    """Yield an attention of the script's own as a problem: ours would replace it, and it may compute anything."""
+    """Yield a problem for each attention function that the script has registered: this engine would replace it."""
     configs: list[Any] = [module.config for module in pretrained.modules() if hasattr(module, "config")]
     for name in dict.fromkeys(getattr(config, "_attn_implementation", None) for config in configs):
         function = ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
@@ -339,7 +343,7 @@ _CHECKS: tuple[Callable[[PretrainedModel], Iterator[str]], ...] = (
 
 
 def values_by_layer(config: Any, name: str) -> tuple[Any, ...]:
-    """Return a field's value for every layer; one value where all layers have it, None where there is no field."""
+    """Return the values of all layers; only one if they are equal, (None,) if the configuration has no such field."""
     if getattr(config, "is_heterogeneous", False):
         values = tuple(getattr(layer, name, None) for layer in config.per_layer_config)
         return values[:1] if all(value == values[0] for value in values) else values
@@ -347,7 +351,7 @@ def values_by_layer(config: Any, name: str) -> tuple[Any, ...]:
 
 
 def common_value(config: Any, name: str) -> Any:
-    """Return the value that all layers have; None where there is no such field. Raises `ModelError`: they differ."""
+    """Return the value that all layers have, None if there is no such field. Raises `ModelError`: layers differ."""
     value, *others = values_by_layer(config, name)
     if others:
         raise ModelError(
@@ -467,11 +471,11 @@ ADAPTERS: Mapping[str, NameRow] = {
     "WAVEFT": _EXACT,
     "XLORA": _refused("nobody has tried it here: it runs the model a second time for the weights of its adapters"),
 }
-"""By PEFT's name of the kind; ``LORA.name`` is a setting of LoRA."""
+"""Reasons of refusals by PEFT's name of the adapter type; ``LORA.name`` is a setting of LoRA."""
 
 
 def adapter_problems(adapters: Batch) -> Iterator[str]:
-    """Yield PEFT's adapters that do not train as on one process: name, what is refused, and why."""
+    """Yield a problem for each PEFT adapter with which training differs from one process: its name, and the reason."""
     for name, config in adapters.items():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         for path, value in [(kind, None), *_settings(kind, config)]:
@@ -488,7 +492,7 @@ def _reason(path: str, value: object) -> str:
 
 
 def _settings(kind: str, config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of LoRA that are not at their defaults, and all settings inside of those."""
+    """Yield the settings of LoRA that differ from their defaults, and all settings inside these."""
     if kind != "LORA":
         return
     for field in fields(config):

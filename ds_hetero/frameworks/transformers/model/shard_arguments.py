@@ -1,4 +1,4 @@
-"""Arguments of a sharded call: read as this rank's part of a batch, and refused where shards would be misread."""
+"""Arguments of a forward on a shard: read them as this rank's part of a batch, and refuse wrong ones."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ds_hetero.runtime.model_switches import autocast_dtype, what_is_trained
 
 
 def local_batch(kwargs: Entries, dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> LocalBatch:
-    """Return this rank's part of a batch, from the arguments of a forward; a placeholder holds no token.
+    """Return this rank's part of a batch, from the arguments of a forward. A dummy token does not count.
 
     Args:
-        dtype: in which attention will run.
+        dtype: of attention.
         parameters: of the model, trained and frozen.
     """
     positions, mask = kwargs["position_ids"], kwargs.get("attention_mask")
@@ -49,10 +49,10 @@ def local_batch(kwargs: Entries, dtype: torch.dtype, parameters: Iterable[nn.Par
 
 
 def expect_arguments(model: Called, arguments: Batch, *, in_call: bool) -> None:
-    """Refuse arguments with which shards would compute something else. Raises `BatchError`: names them.
+    """Refuse arguments with which shards would compute other results than one process. Raises `BatchError`.
 
     Args:
-        in_call: whether they are those of a sharded call, which takes whole batches.
+        in_call: True for a sharded call, which takes whole batches.
     """
     given = {name: value for name, value in arguments.items() if name != KEYWORD and value is not None}
     if not model.is_split and not is_shard(*given.values()):
@@ -73,7 +73,7 @@ def expect_arguments(model: Called, arguments: Batch, *, in_call: bool) -> None:
 
 
 def expect_whole(model: str, *tensors: Any) -> None:
-    """Refuse a shard where ``model``, by its class, takes whole batches."""
+    """Refuse a shard in a forward that takes whole batches. ``model``: name of its class. Raises `BatchError`."""
     if is_shard(*tensors):
         raise BatchError(
             f"{model} takes whole batches here (in eval(), in handle.unsharded(), or with a cache of keys and values), "
@@ -90,13 +90,17 @@ WHOLE_BATCHES = (
 
 
 def is_around(model: Called) -> bool:
-    """Whether what is trained is a module of the script's around the model: no adapters, which change nothing there."""
+    """Return True if the script trains a module of its own around the model; PEFT models do not count."""
     outermost: object = model.pretrained
     return model.model is not outermost and not hasattr(model.model, "peft_config")
 
 
 def expect_arguments_of_shards(model: Called) -> None:
-    """Refuse shards for a module around a language model whose forward does not take what batches of shards have."""
+    """Refuse a module around a language model whose forward lacks parameters for entries of shards.
+
+    Raises:
+        BatchError: with the missing parameters.
+    """
     outer = model.model
     parameters = inspect.signature(outer.forward).parameters.values()
     if not is_around(model) or any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
@@ -112,7 +116,7 @@ def expect_arguments_of_shards(model: Called) -> None:
 
 
 def expect_shard_shapes(kwargs: Batch) -> None:
-    """Refuse arguments that are none of a shard: no ``position_ids``, or a mask that is not [B, s]."""
+    """Refuse arguments that are not of a shard: without ``position_ids``, or with a mask that is not [B, s]."""
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if positions is None and is_shard(kwargs.get("input_ids"), kwargs.get("inputs_embeds")):
         raise BatchError(
