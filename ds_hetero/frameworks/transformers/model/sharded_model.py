@@ -67,15 +67,18 @@ from ds_hetero.values.schedule import Schedule
 from ds_hetero.values.section import SECTION
 
 _PREDICT_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")
-_KEPT_PLACEMENTS = 64  # a loop draws the micro-batches of an optimizer step before it runs them
+# A loop may draw all micro-batches of an optimizer step before it runs them; chosen, more than steps have.
+_KEPT_PLACEMENTS = 64
 
 
 class ShardedModel:
-    """One model, switched to our attention; `restore` switches it back.
+    """One model that is switched to this engine's attention; `restore` switches it back.
 
-    A forward takes this rank's shard of a batch while ``model.training``, and until ``train()`` or ``eval()`` is first
-    called, since ``from_pretrained`` leaves models in evaluation and many loops train them so. In evaluation, and with
-    a cache of keys and values (generate), it takes whole batches.
+        state of the model                                           a forward takes
+        ``model.training``                                           this rank's shard of a batch
+        neither ``train()`` nor ``eval()`` was called yet            this rank's shard: ``from_pretrained`` sets
+                                                                     evaluation mode, and many loops train in it
+        evaluation mode, or a cache of keys and values (generate)    whole batches
 
     Args:
         model: a PreTrainedModel, or a PEFT model or other module around one.
@@ -84,18 +87,18 @@ class ShardedModel:
     Attributes:
         loss_convention: of the losses that the training script computes itself, see `ds_hetero.runtime.loss`; None
             where the configuration does not name one.
-        places_documents: batches may be placed by their documents, and not by their length alone.
-        asked_for_documents: the section has them placed, so that rows are joined and the loader reads ahead.
+        places_documents: True if batches are placed by their documents, not by their length.
+        asked_for_documents: True if the section requests that, so that rows are joined and the loader reads ahead.
         token_weights: checks the loss of every step; None without checks.
         token_factors: checks the losses that the script computes; None without checks.
         local_weights: checks by what they multiply tokens; None without checks.
         pace: when a piece of a batch is compared again.
         graphs: whether losses are made of other operations than before; None without checks.
         compare_again: compares what was compared last, and passed; None before that.
-        num_comparisons: pieces of batches that were compared, whole and sharded; the same on every rank.
+        num_comparisons: comparisons of pieces of batches so far; the same on every rank.
         class_loss: checks the loss that the model's class computes itself; None for transformers' classes, and without
             checks.
-        as_loaded: checks what forwards are given; None without checks.
+        as_loaded: checks that forwards get batches as the loader made them; None without checks.
         latest_positions: the ``position_ids`` of the latest batch that a backward may follow; None right after a step.
     """
 
@@ -152,7 +155,7 @@ class ShardedModel:
         self._hooks = list(self._register_hooks())
 
     def _register_hooks(self) -> Iterator[RemovableHandle]:
-        """Put hooks around the decoder, and around the module that runs towers before it."""
+        """Register hooks on the decoder, and on the module that runs towers before it."""
         yield self._decoder.register_forward_pre_hook(self._before, with_kwargs=True)
         yield self._decoder.register_forward_hook(self._after, always_call=True)
         if self._door is not None:
@@ -161,7 +164,7 @@ class ShardedModel:
             yield front.register_forward_hook(self._after_towers, always_call=True)
 
     def _switch_attention(self) -> list[ModelConfig]:
-        """Let the decoder use our attention, and towers before it theirs; return the configurations that say so."""
+        """Switch the decoder to this engine's attention; towers keep theirs. Return the switched configurations."""
         check_attention(self.model)  # where nothing is split, no other check has seen the model
         part: Any = self.pretrained if self._door is None else self._decoder
         inside: list[ModelConfig] = [m.config for m in part.modules() if hasattr(m, "config")]
@@ -177,7 +180,7 @@ class ShardedModel:
         return configs
 
     def _set_implementation(self, *args: Any, **kwargs: Any) -> None:
-        """Replace ``set_attn_implementation``: it sets attention for whole batches; shards keep ours."""
+        """Replace ``set_attn_implementation``: the new implementation is for whole batches only, not for shards."""
         its_class: Any = type(self.pretrained)
         for config in self._configs:
             restore_implementation(config)
@@ -189,7 +192,7 @@ class ShardedModel:
                 config._attn_implementation_internal = NAME
 
     def tile(self, tokens: int) -> None:
-        """Compute MLPs and losses of shards in tiles of so many tokens. Raises `ModelError`: see `Tiles`."""
+        """Compute MLPs and losses of shards in tiles of ``tokens`` tokens. Raises `ModelError`: see `Tiles`."""
         if self._entrance.tiles is not None:
             self._entrance.tiles.close()
         self._entrance.tiles = Tiles(self.pretrained, self._decoder, tokens)
@@ -199,7 +202,7 @@ class ShardedModel:
         self._kept_alive = record
 
     def restore(self) -> None:
-        """Give the model the implementation it had, and forget it."""
+        """Restore the model's former attention implementation, and remove all hooks."""
         self.is_restored = True
         for hook in self._hooks:
             hook.remove()
@@ -215,56 +218,56 @@ class ShardedModel:
             restore_implementation(config)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedModel:
-        """Hooks of a copied model go on working; the replica is the same."""
+        """Return the same object, so that the hooks of a copied model keep working with the same replica."""
         return self
 
     @property
     def takes_shards(self) -> bool:
-        """Whether a forward without a cache would now take a shard."""
+        """True if a forward without a cache would now take a shard."""
         return self._takes_shards(self._decoder)
 
     @property
     def times_forward(self) -> bool:
-        """Whether a forward is one of training."""
+        """True if a forward is now one of training."""
         return self.takes_shards
 
     @property
     def waits_in_forward(self) -> bool:
-        """Whether a forward would now wait for other ranks; where replicas differ in size, of any replica."""
+        """True if a forward would now wait for other ranks, in this replica or, if they differ in size, in any."""
         return self.takes_shards and self.is_split
 
     @property
     def is_split(self) -> bool:
-        """Whether sequences are split; else every replica is one rank, and any batch can run whole."""
+        """True if sequences are split; else every replica is one rank, and any batch can run whole."""
         return any(schedule.sp_size > 1 for schedule in self.replica.plan.schedules)
 
     @functools.cached_property
     def pools(self) -> bool:
-        """Whether its head pools over the sequence, so that only sharded calls can split it."""
+        """True if the head pools over the sequence, so that only sharded calls can split it."""
         return pools(self.pretrained)
 
     def expect_tokenwise(self) -> None:
-        """Refuse a shard where the head pools over the sequence. Raises `ModelError`: it does."""
+        """Refuse a shard if the head pools over the sequence. Raises `ModelError`."""
         if self.pools:
             raise ModelError(POOLS.format(type(self.pretrained).__name__))
 
     @property
     def decoder(self) -> nn.Module:
-        """Module that turns embeddings of this rank's tokens into their hidden states."""
+        """Module that turns this rank's tokens into hidden states."""
         return self._decoder
 
     @property
     def cuts_inputs(self) -> bool:
-        """Whether forwards take whole sequences, of which the decoder is given this rank's part, see `towers`."""
+        """True if forwards take whole sequences, and only the decoder's arguments are sharded, see `towers`."""
         return self._door is not None
 
     def complete(self, batch: Any) -> Any:
-        """A whole batch with what the model would make of the whole of it: positions that it counts in its own way."""
+        """Add position ids to a whole batch if the model computes them from the whole sequence, see `embeddings`."""
         return with_positions(self._count_positions, batch)
 
     @contextlib.contextmanager
     def looking_at(self, window: Window) -> Iterator[None]:
-        """Let forwards of whole batches inside compute a window of them; of a model with towers."""
+        """Let forwards of whole batches inside compute only a window of them. For models with towers."""
         assert self._door is not None
         self._door.window = window
         try:
@@ -274,28 +277,30 @@ class ShardedModel:
 
     @property
     def moves_labels(self) -> bool:
-        """Whether a token predicts the label of the next one, as in language models, and not its own."""
+        """True if a token predicts the label of the next one, as in language models; False if its own."""
         return not type(self.pretrained).__name__.endswith(_PREDICT_IN_PLACE)
 
     def names_taken(self, module: nn.Module) -> frozenset[str]:
-        """Entries of a batch that ``module`` may know: arguments of a forward inside, by their names, and packing's.
+        """Return the entries of a batch that ``module`` can use: parameters of any forward inside, and packing entries.
 
-        Others are taken out of a batch by the loop, before the forward. ``**kwargs`` would hand them on all the same.
+        A loop removes other entries before the forward, although ``**kwargs`` would pass them on.
         """
-        forwards = {type(module).forward for module in module.modules()}
-        named = {name for forward in forwards for name in inspect.signature(forward).parameters}
-        return frozenset(named | {"shift_labels", *PACKING})
+        forwards = {type(inner).forward for inner in module.modules()}
+        names = {"shift_labels", *PACKING}
+        for forward in forwards:
+            names.update(inspect.signature(forward).parameters)
+        return frozenset(names)
 
     @functools.cached_property
     def takes_shifted_labels(self) -> bool:
-        """Whether the model's forward takes ``shift_labels``, by that name or among others."""
+        """True if the model's forward takes ``shift_labels``, by name or in ``**kwargs``."""
         parameters = inspect.signature(type(self.pretrained).forward).parameters
-        is_open = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-        return is_open or "shift_labels" in parameters
+        takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        return takes_any_keyword or "shift_labels" in parameters
 
     @functools.cached_property
     def shifts_labels_itself(self) -> bool:
-        """Whether the model's own loss moves labels; ours is made from its logits then."""
+        """True if the model's own loss shifts labels; this engine then computes the loss from its logits."""
         if self.moves_labels and not self.takes_shifted_labels:
             return True
         if not self.moves_labels or not self.cuts_inputs:
@@ -307,25 +312,26 @@ class ShardedModel:
 
     @property
     def own_loss(self) -> str:
-        """Name of the loss function that the script gave the model; empty for cross entropy of tokens."""
+        """Name of the custom loss function that the script has set; empty for the cross entropy of tokens."""
         return own_loss_function(self.pretrained)
 
     @property
     def class_with_own_forward(self) -> str:
-        """Name of the script's class whose forward may compute a loss of its own; empty for transformers'."""
+        """Name of the script's model class if its forward may compute a loss; empty for transformers' classes."""
         return class_with_own_forward(self.pretrained)
 
     def router_term(self, outputs: Any) -> Tensor | float:
-        """Term that the model adds to the mean loss of its tokens, for a loss that is made from its logits."""
+        """Return the auxiliary loss that the model adds to the mean loss of its tokens; 0 if it adds none."""
         return router_term(self.pretrained, outputs) if self._has_router_loss else 0.0
 
     def change_replica(self, replica: Replica) -> None:
-        """Go on under another schedule of the same ranks; shards that were cut before are still computed under theirs.
+        """Switch to another schedule of the same ranks. Shards that exist already are computed under their schedule.
 
         Caller: every rank of the replica, between the same two steps.
         """
-        earlier = [known for known in (self.replica, *self._earlier) if known.schedule != replica.schedule]
-        self.replica, self._earlier = replica, earlier
+        former = (self.replica, *self._earlier)
+        self._earlier = [earlier for earlier in former if earlier.schedule != replica.schedule]
+        self.replica = replica
         self._checked.clear()
         self.num_comparisons = 0
         self.pace.restart()
@@ -334,11 +340,11 @@ class ShardedModel:
             self.graphs.restart()
 
     def place_documents(self, placer: Placer | None, *, asked_for: bool = True) -> None:
-        """Place the batches that are drawn from now on by their documents. Raises `ConfigError`: the model has towers.
+        """Place batches by their documents from now on. Raises `ConfigError`: the model has towers.
 
         Args:
-            placer: for the present schedule, equal on every rank of the replica; None to cut batches by their length.
-            asked_for: by the section; else batches stay as the loader gives them.
+            placer: for the present schedule, equal on every rank of the replica; None to shard batches by length.
+            asked_for: whether the section requests it; if not, batches stay as the loader returns them.
         """
         if placer is not None and self.cuts_inputs:
             raise ConfigError(
@@ -353,12 +359,12 @@ class ShardedModel:
         return self.placer(schedule, length, rows)
 
     def note_shard(self, info: ShardInfo) -> None:
-        """Remember the placement of a shard, for a forward that is given copies of its tensors."""
+        """Remember the placement of a shard, for a forward that gets copies of its tensors, without `ShardInfo`."""
         if info.documents_from is not None:
-            known = KnownPlacement(
+            placement = KnownPlacement(
                 placement=info.placement, documents_from=info.documents_from, position_runs=info.position_runs
             )
-            self._recent.appendleft(known)
+            self._recent.appendleft(placement)
 
     def verify(self, when: int | str) -> None:
         """Set when a piece of a batch is compared, see `ds_hetero.values.section.ChecksSection.compare_every`."""
@@ -366,28 +372,29 @@ class ShardedModel:
 
     @property
     def trains_now(self) -> bool:
-        """Whether a forward would now be one of training."""
+        """True if a forward would now be one of training, with gradients."""
         return self._decoder.training and torch.is_grad_enabled()
 
     @property
     def active_adapters(self) -> str:
-        """PEFT's adapters that a forward would use now: those of every layer that has some."""
+        """Names of the PEFT adapters that a forward would now use; empty if none. All layers have the same."""
         layer = self._adapted_layer
         return "" if layer is None or layer.disable_adapters else ", ".join(layer.active_adapters)
 
     def needs_check(self, features: frozenset[str]) -> bool:
-        """Whether a batch is to be run whole and sharded before it is trained on, see `self_check`.
+        """Return True if a batch has to be checked before it is trained on, see `self_check`.
+
+        The answer is the same on every rank of the world, also if replicas have different sizes.
 
         Args:
-            features: of the batch, see `features_of`; the answer is the same on every rank of the world, also where
-                replicas are of different size.
+            features: of the batch, see `features_of`.
         """
         every = self.pace.every
         is_due = every == "always" or (every != "off" and (self.pace.is_due or self.shows_new(features)))
         return is_due and self.is_split
 
     def shows_new(self, features: frozenset[str]) -> bool:
-        """Whether a batch of these features can show what none before could, under the present schedule."""
+        """Return True if a batch has features that no batch checked under the present schedule had."""
         return not features <= self._checked
 
     def note_checked(self, features: frozenset[str]) -> None:
@@ -397,10 +404,10 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def unrecorded(self, *, keeps_tiles: bool = False) -> Iterator[None]:
-        """Let forwards inside leave nothing behind: no batch recorded, no positions kept, no time on the clock.
+        """Run forwards inside without a trace: no recorded batch, no positions, no time on the clock, no checks.
 
         Args:
-            keeps_tiles: compute in tiles, as outside; else in one piece.
+            keeps_tiles: True to compute in tiles, as outside; False to compute without tiles.
         """
         kept = self.clock, self._observers, self.latest_positions
         checks = self.token_weights, self.token_factors, self.class_loss, self.as_loaded
@@ -415,11 +422,11 @@ class ShardedModel:
             self._entrance.tiles = tiles
 
     def record_batches(self, observers: Sequence[Callable[[BatchLayout], None]]) -> None:
-        """Call ``observers`` with the layout of every batch from now on, except those that fill up a step."""
+        """Call ``observers`` with the layout of every later batch, except of dummy batches that fill a step up."""
         self._observers = observers
 
     def declare_evaluation(self, how: str | None) -> None:
-        """Set how it is evaluated. Raises `ConfigError` on every rank: not over shards, and the section asks for it.
+        """Set how the model is evaluated. Raises `ConfigError` on every rank: it cannot be evaluated over shards.
 
         Args:
             how: ``"evaluation"`` of the section.
@@ -430,22 +437,22 @@ class ShardedModel:
 
     @property
     def evaluation(self) -> str:
-        """How a framework's own loops evaluate the model: ``"sharded"`` or ``"whole"``."""
+        """How loops of frameworks evaluate the model: ``"sharded"`` or ``"whole"``."""
         return self._evaluation or ("whole" if self.why_evaluated_whole else "sharded")
 
     @property
     def why_evaluated_whole(self) -> str:
-        """Why evaluation cannot run on shards where the model is entered, and what to do; empty if it can."""
+        """Why an evaluation cannot shard whole batches at the model, and what to do; empty if it can."""
         return why_evaluated_whole(self.pretrained)
 
     @property
     def evaluates_shards(self) -> bool:
-        """Whether a forward that no context says more of is one of an evaluation over shards, by the section."""
+        """True if a forward outside of handle.sharded() and handle.unsharded() is an evaluation over shards."""
         is_asked_for = self._evaluation == "sharded" and sharding_is_set() is None
         return is_asked_for and self._mode_was_set and not self._decoder.training
 
     def declare_loss(self, convention: str | None) -> None:
-        """Set `loss_convention`. Raises `ConfigError`: it is that of modules which are not split; on every rank."""
+        """Set `loss_convention`. Raises `ConfigError` on every rank: it is one for modules that are not split."""
         if convention in UnitCounts._fields:
             raise ConfigError(
                 f'"{SECTION}.loss": "{convention}" is for modules that are not split; the loss of '
@@ -454,18 +461,20 @@ class ShardedModel:
         self.loss_convention = convention
 
     def note_scaled_loss(self) -> None:
-        """Note that a loss with the scale that the engine's average needs was made of the latest batch."""
+        """Record that a loss was computed from the latest batch, with the scale that the engine's average expects."""
         self._has_scaled_loss = True
 
     def end_step(self) -> bool:
-        """Forget the batches of an optimizer step; return whether there were some, and no loss of them was scaled."""
+        """Clear per-step state; return True if batches were run but no loss was scaled."""
         is_unscaled = self.latest_positions is not None and not self._has_scaled_loss
         self.latest_positions, self._has_scaled_loss = None, False
         return is_unscaled
 
     def _takes_shards(self, decoder: nn.Module) -> bool:
         override = sharding_is_set()
-        return decoder.training or not self._mode_was_set if override is None else override
+        if override is not None:
+            return override
+        return decoder.training or not self._mode_was_set
 
     def _train(self, decoder: nn.Module, mode: bool = True) -> nn.Module:
         """Replace ``decoder.train``: remember that the mode was set."""
