@@ -150,7 +150,7 @@ def _join(blocks: Iterable[Block], along: str) -> list[Block]:
 
 @dataclass(frozen=True, eq=False)
 class RingTable:
-    """Who computes what at which ring step, and what travels, for one lane of a placement and one mask.
+    """The work and the messages of every ring step, for one lane of a placement and one mask.
 
     Positions in the table count the lane's members; `ds_hetero.batch.routes` says which way KV travels round these.
     In forward step t every position works on the KV of one source, its own first, and in backward step j on that of

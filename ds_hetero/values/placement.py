@@ -91,7 +91,11 @@ class Lane:
         return tuple(map(sum, by_member))
 
     def zone(self, node: Sequence[int]) -> str:
-        """Zeppelin's zone of the lane: ``"local"`` (one unit), ``"node"`` or ``"cluster"``; ``node`` of every unit."""
+        """Return Zeppelin's zone of the lane: ``"local"`` for one unit, ``"node"`` or ``"cluster"``.
+
+        Args:
+            node: of every unit, by ring position.
+        """
         if len(self.members) == 1:
             return "local"
         nodes = {node[unit] for unit in self.members}
