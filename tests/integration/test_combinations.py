@@ -2,7 +2,7 @@
 
 `python -m tests.integration.combinations --seed N --draws 1000` draws others.
 
-Budget: 45 s.
+Budget: 45 s; of the slow ones 180 s (76 draws took 173 s on two cores that others used too).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from tests.integration.combinations.draw import drawn
 from tests.integration.combinations.running import outcomes_of
 
 SEED = 7
-QUICK, ALL = 24, 24  # a hundred, of which the others are slow, once they have been run
+QUICK, ALL = 24, 100  # the others are slow
+# Right jobs that were refused once, and train: the rounding of a recurrence's decays was taken for a fault.
+EXACT = {24}
 # Drawn, and trained on something else to this day; whoever mends one takes it out.
 OPEN: dict[int, str] = {}
 
@@ -44,7 +46,8 @@ def outcomes(request: pytest.FixtureRequest) -> dict[int, Outcome]:
     ],
 )
 def test_a_random_job_is_exact_or_refused_by_name(number: int, outcomes: dict[int, Outcome]) -> None:
-    assert outcomes[number].kind in ("exact", "refused"), (
+    allowed = ("exact",) if number in EXACT else ("exact", "refused")
+    assert outcomes[number].kind in allowed, (
         f"{outcomes[number]}\n{drawn(SEED, number).describe()}\n"
         f"    python -m tests.integration.combinations --seed {SEED} --only {number}"
     )
