@@ -87,8 +87,8 @@ class HeadTable:
     def runs(self) -> tuple[tuple[int, int], ...]:
         """``(first member, number of members)`` of each run: members whose heads one strided copy packs.
 
-        The members of a run have equally many heads, in consecutive ranges. A member that shares a KV head with the one
-        before it is a run by itself, as a copy would have to write that head twice.
+        The members of a run have equally many heads, in consecutive ranges. A member that shares KV heads with a member
+        before it is a run by itself, as the ranges of the two overlap.
         """
         num_shared = dict(self.shared_kv_heads())
         runs: list[tuple[int, int]] = []

@@ -78,7 +78,7 @@ from ds_hetero.common.units import GB, GIB, MICRO
 from ds_hetero.errors import ClusterError
 
 MAX_NAME = 200  # characters
-MAX_OVERRIDES = 1_000_000  # pairs of nodes that links name: a table of them still fits into memory
+MAX_OVERRIDES = 1_000_000  # pairs of nodes that links may name; chosen, never measured
 DEFAULT_LATENCY_S = 5e-6  # of a link without latency_us; chosen, never measured: `ds-hetero profile` measures it
 PER_RANK = "per_rank"  # value of nics: one for every rank
 

@@ -26,7 +26,7 @@ _FORWARD_MARK, _BACKWARD_MARK = "gather_sequence", "gather_output_heads"
 
 def block_spans(cost: CostModel, schedule: Schedule) -> tuple[Span, ...]:
     """Return the computing and the transfers of every rank in a block; empty if the schedule is too large."""
-    # Every rank has, per ring step, at most three spans in the forward and three in the backward.
+    # About six spans for each rank and ring step: computing and transfers, forward and backward.
     num_spans = schedule.sp_size * schedule.ring_size * 6
     return cost.timeline(schedule) if num_spans <= MAX_SPANS else ()
 
