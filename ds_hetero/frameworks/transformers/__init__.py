@@ -1,1 +1,1 @@
-"""Transformers' private names, and nothing else: models, their attention, the Trainer."""
+"""Adapter of transformers: its models, their attention and the Trainer."""

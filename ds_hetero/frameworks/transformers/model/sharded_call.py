@@ -306,6 +306,6 @@ def _expect_cuttable(model: str, given: Batch, replica: Replica, kept_logits: An
 
 
 def expect_number_of_logits(model: str, kept_logits: Any) -> None:
-    """Refuse positions of logits that are no number of the last. Raises `ModelError`."""
+    """Refuse a ``logits_to_keep`` that is not a number of last positions. Raises `ModelError`."""
     if not isinstance(kept_logits, int):
         raise ModelError(f"logits_to_keep of a sharded call of {model} must be a number of positions, from the end.")
