@@ -22,10 +22,11 @@ class Measured:
         self.rehearsal: bool = result["rehearsal"]
         self._parts = {(entry["section"], entry["part"]): entry for entry in result["parts"]}
 
-    def rows(self, section: str, part: str) -> list[Row]:
-        """Rows of a part; none if it is not of this run."""
+    def rows(self, section: str, part: str, key: str = "") -> list[Row]:
+        """Rows of a part, with ``key`` those that have it; none if the part is not of this run."""
         entry = self._parts.get((section, part))
-        return [] if entry is None else entry["rows"]
+        rows: list[Row] = [] if entry is None else entry["rows"]
+        return [row for row in rows if not key or key in row]
 
     def entry(self, section: str, part: str) -> dict[str, Any]:
         """All that is kept of a part; empty if it is not of this run."""
@@ -38,7 +39,7 @@ class Measured:
 
 
 class Judgement(NamedTuple):
-    """What rows say of a default."""
+    """Judgement on a default, from rows."""
 
     holds: bool | None  # None: they do not say
     figure: str = ""
@@ -61,6 +62,21 @@ class Finding:
 def finding(name: str, default: str) -> Callable[[Callable[[Measured], Judgement]], Finding]:
     """Make a finding of the function that judges it."""
     return lambda judge: Finding(name, default, judge)
+
+
+def finding_of_rows(
+    name: str, default: str, section: str, part: str, key: str
+) -> Callable[[Callable[[Sequence[Row]], Judgement]], Finding]:
+    """Make a finding of the function that judges the rows of one part with ``key``; it gets at least one row."""
+
+    def made(judge_rows: Callable[[Sequence[Row]], Judgement]) -> Finding:
+        def judge(measured: Measured) -> Judgement:
+            rows = measured.rows(section, part, key)
+            return judge_rows(rows) if rows else Judgement(None)
+
+        return Finding(name, default, judge)
+
+    return made
 
 
 def judged(measured: Measured, findings: Sequence[Finding]) -> list[dict[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from benchmarks.first_gpu.findings import Judgement, Measured, finding
+from benchmarks.first_gpu.findings import Judgement, Measured, finding, finding_of_rows
 from benchmarks.first_gpu.parts import Row
 
 _WORTH = 0.95  # a default stands where it has this much of the best: repeated medians differ by a few per cent
@@ -58,11 +58,14 @@ def _pipeline(measured: Measured, part: str) -> tuple[bool | None, str]:
     return _all(ended, "right"), f"{outcome}, largest difference of a weight {difference:.1e}"
 
 
-@finding("B3 posted receives", "a gradient is asked for when nothing of this rank is missing for it")
-def _late_receives(measured: Measured) -> Judgement:
-    rows = [row for row in measured.rows("two_ranks", "posted receive") if "blocks" in row]
-    if not rows:
-        return _NOTHING
+@finding_of_rows(
+    "B3 posted receives",
+    "a gradient is asked for when nothing of this rank is missing for it",
+    section="two_ranks",
+    part="posted receive",
+    key="blocks",
+)
+def _late_receives(rows: Sequence[Row]) -> Judgement:
     (row,) = rows
     figure = (
         f"giving memory back waited {row['waited_s']:.1f} s for a receive whose message came after {row['late_s']} s"
@@ -120,11 +123,14 @@ def _selftest(measured: Measured) -> Judgement:
     return Judgement(all(verdicts) if verdicts else None, _listed(texts))
 
 
-@finding("B8 fp16 and architectures", "a GPU without code in this torch is refused; bf16 where hardware has it")
-def _architectures(measured: Measured) -> Judgement:
-    rows = [row for row in measured.rows("environment", "software and device") if "in_arch_list" in row]
-    if not rows:
-        return _NOTHING
+@finding_of_rows(
+    "B8 fp16 and architectures",
+    "a GPU without code in this torch is refused; bf16 where hardware has it",
+    section="environment",
+    part="software and device",
+    key="in_arch_list",
+)
+def _architectures(rows: Sequence[Row]) -> Judgement:
     row = rows[0]
     figure = f"sm_{row['capability']} of {row['arch_list']}, native bf16: {row['native_bf16']}"
     return Judgement(row["in_arch_list"], figure)
@@ -132,7 +138,7 @@ def _architectures(measured: Measured) -> Judgement:
 
 @finding("kernel choice", "flash_attn, else torch's flash operator; no kernel of cuDNN")
 def _kernel_choice(measured: Measured) -> Judgement:
-    ratios = [row["cudnn_of_chosen"] for row in measured.rows("cudnn", "rates") if "cudnn_of_chosen" in row]
+    ratios = [row["cudnn_of_chosen"] for row in measured.rows("cudnn", "rates", "cudnn_of_chosen")]
     checks = measured.rows("cudnn", "results")
     wrong = [f"{row['case']} ({row['way']})" for row in checks if row.get("right") is False]
     if not ratios:
@@ -144,16 +150,17 @@ def _kernel_choice(measured: Measured) -> Judgement:
 
 @finding("Triton table", "block sizes with which no kernel spills registers anywhere")
 def _triton_table(measured: Measured) -> Judgement:
-    timed = [row for row in measured.rows("triton", "block sizes") if "tflops" in row]
+    rows_by_kernel: dict[tuple[str, int], list[Row]] = {}
+    for row in measured.rows("triton", "block sizes", "tflops"):
+        of_kernel = rows_by_kernel.setdefault((row["kernel"], row["head_dim"]), [])
+        if row["mask"] == "full":
+            of_kernel.append(row)
     figures, holds = [], True
-    for kernel, head_dim in dict.fromkeys((row["kernel"], row["head_dim"]) for row in timed):
-        of_kernel = [
-            row for row in timed if (row["kernel"], row["head_dim"], row["mask"]) == (kernel, head_dim, "full")
-        ]
-        default = next((row for row in of_kernel if row["default"]), None)
+    for (kernel, head_dim), rows in rows_by_kernel.items():
+        default = next((row for row in rows if row["default"]), None)
         if default is None:
             continue
-        best = max(of_kernel, key=lambda row: row["tflops"])
+        best = max(rows, key=lambda row: row["tflops"])
         holds = holds and default["tflops"] >= _WORTH * best["tflops"]
         figures.append(f"{kernel}, D {head_dim}: {default['tflops']:.3g}, best {best['tflops']:.3g} ({best['config']})")
     return Judgement(holds, f"TFLOP/s of today's and of the best: {_listed(figures)}") if figures else _NOTHING
@@ -165,13 +172,13 @@ _HIDDEN = 0.9  # of messages, from which on they count as hidden; chosen
 
 @finding("merge", "six operators merge a block into out and lse")
 def _merge(measured: Measured) -> Judgement:
-    rows = [row for row in measured.rows("ring", "merges") if "package_of_fused" in row]
+    rows = measured.rows("ring", "merges", "package_of_fused")
     if not rows:
         return _NOTHING
     rates = _listed(
         f"{row['tokens']:,} tokens: {row['package_ms']:.3g} ms, fused {row['fused_ms']:.3g} ms" for row in rows
     )
-    rings = [row for row in measured.rows("ring", "rings") if "of_undivided" in row]
+    rings = measured.rows("ring", "rings", "of_undivided")
     costs = _listed(f"ring of {row['ring']} at {row['tokens']:,}: {row['of_undivided']:.3f}" for row in rings)
     holds = min(row["package_of_fused"] for row in rows) >= _WORTH
     if rings:
@@ -179,11 +186,14 @@ def _merge(measured: Measured) -> Judgement:
     return Judgement(holds, f"{rates}; time of an undivided call: {costs or 'not measured'}")
 
 
-@finding("packing", "heads are copied in their own type, and made contiguous for kernels")
-def _packing(measured: Measured) -> Judgement:
-    rows = [row for row in measured.rows("ring", "packing") if "package_of_int64" in row]
-    if not rows:
-        return _NOTHING
+@finding_of_rows(
+    "packing",
+    "heads are copied in their own type, and made contiguous for kernels",
+    section="ring",
+    part="packing",
+    key="package_of_int64",
+)
+def _packing(rows: Sequence[Row]) -> Judgement:
     figure = _listed(
         f"{row['heads']} heads of {row['head_dim']}: {row['package_gather_of_copy']:.2f} of a copy's rate, "
         f"{row['int64_gather_of_copy']:.2f} by int64, contiguous copies {row['contiguous_ms']:.3g} ms"
@@ -192,9 +202,14 @@ def _packing(measured: Measured) -> Judgement:
     return Judgement(min(row["package_of_int64"] for row in rows) >= _WORTH, figure)
 
 
-@finding("overlap", "groups of usual priority, no SMs left free: messages run beside attention")
-def _overlap(measured: Measured) -> Judgement:
-    rows = [row for row in measured.rows("overlap", "messages beside attention") if "hidden_share" in row]
+@finding_of_rows(
+    "overlap",
+    "groups of usual priority, no SMs left free: messages run beside attention",
+    section="overlap",
+    part="messages beside attention",
+    key="hidden_share",
+)
+def _overlap(rows: Sequence[Row]) -> Judgement:
     plain = [row for row in rows if row["priority"] == "default" and not row["sm_margin"]]
     if not plain:
         return _NOTHING
