@@ -88,7 +88,7 @@ class RemappedBatch(PackedBatch):
 
 
 def measure(lab: RankLab, link_bit_per_s: float | None, rounds: int, budget_s: float) -> list[dict[str, Any]]:
-    """All cases, on one rank; rank 0's answer is complete."""
+    """Measure all cases on this rank; the rows of rank 0 alone have the figures of all ranks."""
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)

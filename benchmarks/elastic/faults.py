@@ -196,7 +196,7 @@ class FaultRun:
         return max((abs(ours - theirs) / max(abs(theirs), 1e-12) for ours, theirs in pairs), default=0.0)
 
     def _status(self) -> dict[str, Any]:
-        """What the keepers say, to explain a hang."""
+        """Status of the agents, to explain a hang."""
         said: dict[str, Any] = {}
         for node in self._cluster.nodes:
             address = node.place.address()

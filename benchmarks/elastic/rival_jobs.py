@@ -69,7 +69,7 @@ def train_stock(options: argparse.Namespace, log: Callable[..., None]) -> None:
 
 
 def train_torchft(options: argparse.Namespace, log: Callable[..., None]) -> None:
-    """One replica of torchft."""
+    """Train one replica under torchft, which replaces ranks while the job goes on."""
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -102,7 +102,7 @@ class _Record:
 
 
 def losses_by_step(folder: Path, rank: int, resumed: bool) -> dict[int, float]:
-    """What a rank has written down."""
+    """Records of a rank."""
     return {step: loss for step, loss in recorded_losses(folder, rank, resumed) if loss is not None}
 
 

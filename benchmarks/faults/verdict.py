@@ -175,7 +175,7 @@ def _judge_words(verdict: Verdict, ends: Sequence[RankEnd]) -> None:
     judged = [rank for rank in words if rank != job.victim] or [rank for rank in words if _is_ours(words[rank])]
     for rank in alive:
         if ends[rank].exit_code == 0:
-            verdict.problems.append(f"rank {rank} ends as if nothing had happened")
+            verdict.problems.append(f"rank {rank} exits with code 0 although a rank failed")
         if rank != job.victim and ((ends[rank].exit_code or 0) < 0 or _is_raw(verdict.last_words[rank])):
             verdict.raw.append(rank)
     order = ("wrong", "nobody", "right")

@@ -35,7 +35,7 @@ class Block:
 
     @property
     def band(self) -> Band:
-        """What is visible."""
+        """Mask of the visible pairs."""
         return CAUSAL if self.is_causal else FULL
 
     @property

@@ -52,7 +52,7 @@ class LocalChannel:
         self._place: _Place = group
 
     def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> dict[int, PendingReceives]:
-        """Hand on what is sent; what is received is there when it is waited for."""
+        """Deliver the sends; every receive is copied when it is waited for."""
         for message in sends:
             self._place.mail[self._place.rank, message.peer, message.tag].put(message.tensor)
         pending: dict[int, list[Any]] = defaultdict(list)
@@ -61,7 +61,7 @@ class LocalChannel:
         return {due: PendingReceives(of_step) for due, of_step in pending.items()}
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Return at once: every message was copied when it was waited for."""
 
 
 class LocalRing:

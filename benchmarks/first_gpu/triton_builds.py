@@ -191,7 +191,7 @@ def tensors_of(
 
 
 def run_config(kernel: TritonKernel, config: Config, tensors: tuple[Tensor, ...], band: Band) -> tuple[Tensor, ...]:
-    """The pass that has the kernel of ``config`` in it; the others' results are what memory holds."""
+    """Run the pass that uses the kernel of ``config``; inputs from other kernels' passes are uninitialized memory."""
     q, k, v, dout, out, lse = tensors
     scores = Scores(config.head_dim**-0.5)
     if config.kernel == "forward":

@@ -171,7 +171,7 @@ def _mutate_options(arguments: list[str], rng: random.Random) -> tuple[list[str]
 
 
 def _judge(arguments: Sequence[str], code: int | None, out: str, err: str) -> tuple[str, str]:
-    """What came of an invocation, and its message."""
+    """Outcome of an invocation, and its message."""
     if "Traceback (most recent call last)" in err or code not in (0, 1, 2):
         return "traceback", f"exit code {code}: {(err.strip().splitlines() or ['nothing'])[-1][:300]}"
     if code == 0 or (code == 1 and arguments[0] == "fit"):  # fit ends with 1 where nothing is wrong but memory

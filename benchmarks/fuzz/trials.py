@@ -29,7 +29,7 @@ class Hang(BaseException):
 
 @dataclass
 class Tally:
-    """What came of the mutations of one kind."""
+    """Outcomes of the mutations of one kind."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     single: int = 0

@@ -131,7 +131,7 @@ class _Layers:
         self._shape = plan.shape
 
     def actions(self, case: MeshCase, schedules: Mapping[str, Schedule]) -> dict[str, Callable[[], object]]:
-        """What is timed, by name."""
+        """Calls that are timed, by name."""
         actions: dict[str, Callable[[], object]] = {}
         for name in case.contenders:
             make = partial(make_contender, name) if name in _PEERS else partial(make_engine, name, schedules[name])
@@ -150,7 +150,7 @@ class _Steps:
         self._made: dict[str | Schedule, Callable[[int], float]] = {}
 
     def actions(self, case: MeshCase, schedules: Mapping[str, Schedule]) -> dict[str, Callable[[], object]]:
-        """What is timed, by name."""
+        """Calls that are timed, by name."""
         actions: dict[str, Callable[[], object]] = {}
         for name in case.contenders:
             actions[name] = partial(self._step(schedules.get(name, name)), case.tokens)

@@ -1,4 +1,4 @@
-"""Ports for the processes of a test or a benchmark to meet at."""
+"""Free ports on which the processes of a test or a benchmark connect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Result files: what each begins with and where it lies; and the bar that says how far a command is."""
+"""Result files, with their header and folder, and a progress bar for commands."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _peak_bytes(candidate: Candidate, contest: Contest) -> int:
 
 
 def _held(engine: Any) -> Iterator[Tensor]:
-    """What a rank keeps between steps."""
+    """Bytes that a rank keeps between steps."""
     optimizer = engine.optimizer
     yield from map(local_tensor, engine.module.parameters())
     yield from engine.module.buffers()

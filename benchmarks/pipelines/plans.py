@@ -61,7 +61,7 @@ class Candidate:
 
 
 def candidates(cluster: Cluster, task: Task, most: int) -> list[Candidate]:
-    """Return ours first, then the rivals, then others until there are ``most``."""
+    """Return the planner's plan, then those of published planners, then others until there are ``most``."""
     work = workload(task.tokens)
     model = model_of(task.shape)
     costs = CalibratedStageCosts(cluster, model, work)

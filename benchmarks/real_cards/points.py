@@ -78,7 +78,7 @@ def base_of(gpu: str) -> str:
 
 
 def family_of(gpu: str) -> str:
-    """First card of the catalogue that reaches the same shares of its peaks: what is fitted holds for all of these."""
+    """The first catalogue card with the same achieved shares of its peaks; fitted constants hold for all of them."""
     base = base_of(gpu)
     if base not in CATALOGUE:
         return base

@@ -161,7 +161,7 @@ def tables() -> list[dict[str, Any]]:
 
 
 def failures(outcome: dict[str, Any]) -> list[str]:
-    """What must be reached and is not."""
+    """Targets that are missed."""
     missed = []
     if "case_study" in outcome:
         missed += [

@@ -346,7 +346,7 @@ def testbed_ktps(row: paper.Row, each: Assumptions, share: float, gb_per_s: floa
 
 
 def failures(outcome: dict[str, Any]) -> list[str]:
-    """What should be true and is not."""
+    """Expectations that do not hold."""
     found = []
     if "simulations" in outcome:
         total = summary(outcome["simulations"])

@@ -202,7 +202,7 @@ def beside_grid(cases: dict[str, tuple[MakeCluster, str, int]]) -> list[dict[str
 
 
 def failures(outcome: dict[str, Any]) -> list[str]:
-    """What must be reached and is not."""
+    """Targets that are missed."""
     missed = []
     if "example" in outcome:
         found, exact = (outcome["example"][name]["step_s"] for name in ("algorithm_2", "exact"))

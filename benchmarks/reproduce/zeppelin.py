@@ -136,7 +136,7 @@ def rounds() -> dict[str, dict[str, Any]]:
 
 
 def failures(outcome: dict[str, Any]) -> Iterator[str]:
-    """What should be true and is not."""
+    """Expectations that do not hold."""
     fitted = outcome["summary"]["fitted"]
     if fitted["ours"]["mean"] <= fitted["with remap"]["mean"]:
         yield f"our mean gain {fitted['ours']['mean']:.2f} is not above Zeppelin's {fitted['with remap']['mean']:.2f}"

@@ -28,18 +28,18 @@ _WAITS_FOR_EVER = {"STRICT_GROUP_LOCK_S": "0"}  # in a rehearsal as on a card: t
 
 
 def pipeline_unconnected(context: Context) -> None:
-    """As pipelines were before the review: no pair is connected first, and gradients are asked for before forwards."""
+    """Train as before the review: no pair is connected first, and gradients are asked for before forwards."""
     with _as_before():
         _train_pipeline(context, tied=False)
 
 
 def pipeline(context: Context) -> None:
-    """As pipelines are, untied."""
+    """Train a pipeline of two stages whose embedding and head are not tied."""
     _train_pipeline(context, tied=False)
 
 
 def tied_pipeline(context: Context) -> None:
-    """As pipelines are, with an embedding that is the head: its bucket has the first and the last stage."""
+    """Train a pipeline whose embedding is its head, so that the first and the last stage share a bucket."""
     _train_pipeline(context, tied=True)
 
 
