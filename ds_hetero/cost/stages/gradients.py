@@ -40,9 +40,10 @@ from ds_hetero.models.shapes import ModelSpec
 _FIRST, _AFTER, _NODE = 0, 1, 4
 _IN_NODES, _LAYERS = slice(0, 2), slice(2, 4)
 _CUT, _COPIES, _RANKS, _MEMORY_S, _PARAMETERS = range(5)
-ROUNDS = 60  # of fitting owners to memory
-LEAST_WEIGHT = 1e-6
-ALMOST = 0.999  # of what a rank may own, which a round aims at
+# Of fitting owners to memory. Chosen, never measured.
+ROUNDS = 60
+LEAST_WEIGHT = 1e-6  # of an owner over the largest; below, memory counts as too small
+ALMOST = 0.999  # of what a rank may own, which a round aims at, so that rounding leaves it below
 
 
 class GradientTimes:
@@ -112,7 +113,7 @@ class GradientTimes:
     def fit(self, pipelines: Sequence[PlacedPipeline], most_J: Floats) -> Floats | None:
         """Return weights under which no rank owns more than it may, as even as that allows; None if there are none.
 
-        Those who own too much get less, and the others more, in turns.
+        Ranks that own too much get less, and the others more, in rounds.
 
         Args:
             most_J: parameters that a rank of every part may own.
@@ -173,7 +174,7 @@ class _Held(NamedTuple):
 
     @classmethod
     def joined(cls, held: Sequence[_Held]) -> _Held:
-        """Of several pipelines."""
+        """The holdings of several pipelines together."""
         return cls(*(np.concatenate(arrays, axis=1) for arrays in zip(*held, strict=True)))
 
 

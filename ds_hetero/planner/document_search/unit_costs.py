@@ -16,15 +16,15 @@ from ds_hetero.errors import PlanError
 from ds_hetero.values.schedule import Schedule
 
 Pieces = list[tuple[int, int]]
-"""Of one document, units with their tokens."""
-
+"""Units of one document with their tokens."""
 
 HEAD_DIM = 128  # where only a schedule is known: the usual width of a head
 # Tokens of a document over the hidden size, at which causal attention takes as long as the rest of a layer: that has
 # 24 H^2 FLOPs a token, attention 2 L H. Of decoders with grouped KV heads it is less.
 EVEN_LENGTH_PER_WIDTH = 10
 
-TILE_ROWS = 128.0  # kernels on GPUs compute query rows in tiles of so many: half a tile of each chunk is waste
+# Kernels on GPUs compute query rows in tiles of so many: half a tile of each chunk is waste. Chosen, never measured.
+TILE_ROWS = 128.0
 
 _BY_UNIT = ("token_s", "square_s", "most_tokens", "node", "edge_s")
 _BY_NODE = ("receive_s", "cross_s", "link_s")

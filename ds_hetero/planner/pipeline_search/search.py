@@ -101,7 +101,7 @@ MOST_LAST_WORD = 2.0  # times `LAST_WORD_SHARE`, where single pipelines have tho
 LEAST_PLAN_GAIN = 1e-9  # of a plan's value; less is rounding
 JOINS = 6  # plans with stages of unlike devices that share sequences which are tried
 
-# Seconds by which the search counts its effort, see `evaluate.BOUND_S`.
+# Seconds by which the search counts its effort, from times on one machine without a record; see `evaluate.BOUND_S`.
 START_BLOCK_S = 4e-7  # of making a start, by block
 DEGREES_S = 4e-4  # of choosing the sizes of blocks of one makeup of pipelines
 JOIN_S = 0.05  # of finding the schedule of a stage of unlike devices

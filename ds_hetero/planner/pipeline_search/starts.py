@@ -27,8 +27,6 @@ from ds_hetero.planner.pipeline_search.pool_groups import (
 # Chosen, never measured alone; `python -m benchmarks.pipelines_planner exact` and ``growth`` say what plans with them
 # miss.
 MAX_SIZES = 256  # combinations of block sizes by kind
-
-
 MAX_KINDS = 4  # of devices up to which every choice of them is tried
 FEW_DEVICES = 64  # up to which blocks are dealt out one by one
 

@@ -28,9 +28,8 @@ from ds_hetero.planner.results.pipelines import Rival
 from ds_hetero.values.plans import BatchSplit, Plan, PlannedModel
 from ds_hetero.values.schedule import Schedule
 
-SEARCHED_RANKS = (
-    64  # ranks up to which a schedule is searched; with more, uniform ones are compared. Chosen, never measured
-)
+# Ranks up to which a schedule is searched; with more, uniform ones are compared. Chosen, never measured.
+SEARCHED_RANKS = 64
 
 
 def best_grid(

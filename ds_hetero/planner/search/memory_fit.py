@@ -19,9 +19,8 @@ from ds_hetero.cost.model import CostModel
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.planner.search.shares import apportion
 
-_FIT_ROUNDS = (
-    30  # of moving tokens; memory is piecewise linear in them, and few rounds are used; chosen, never measured
-)
+# Of moving tokens; memory is piecewise linear in them, and few rounds are used. Chosen, never measured.
+_FIT_ROUNDS = 30
 _FILLED_SHARE = 0.999  # of a rank's room, so that rounding to whole tokens still fits; chosen, never measured
 _SLOPE_STEP = 1e-6  # of the sequence: tokens that are moved to see how memory grows
 _LENGTH_ERROR = 50  # a longest sequence is found to within one part in so many
