@@ -115,8 +115,11 @@ def _profile(costs: CalibratedStageCosts, kind: int, size: int, samples: int) ->
     count, table = model.num_layers, model.vocab_size * model.hidden_size
     parameters = [2 * table, *[2 * model.layer_parameters] * count, 2 * table]
     times = [1e-3, *[1e3 * option.layer_s] * count, 1e3 * option.last_s + 1e-3]
-    alone = [option.memory_bytes(1, *ends, 1) for ends in ((False, False), (True, False), (False, True))]
-    layer_bytes = option.memory_bytes(2, False, False, 1) - alone[0]
+    alone = [  # tensors of one layer, without a neighbour's communicators
+        option.memory_bytes(1, *ends, 1) - option.memory.communicator_bytes(*ends)
+        for ends in ((False, False), (True, False), (False, True))
+    ]
+    layer_bytes = option.memory_bytes(2, False, False, 1) - option.memory_bytes(1, False, False, 1)
     memory = [alone[1] - layer_bytes, *[layer_bytes] * count, alone[2] - alone[0]]
     return {
         "model": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_hetero.cluster import Cluster
 from ds_hetero.common.reading import JsonDict
@@ -15,6 +15,7 @@ from ds_hetero.cost.stages.pipeline_time import run_pipeline
 from ds_hetero.cost.stages.stage import StageCosts
 from ds_hetero.cost.terms.flops import training_flops
 from ds_hetero.errors import HeteroError
+from ds_hetero.planner.pipeline_search.block_times import stage_options
 from ds_hetero.planner.pipeline_search.finish import Finished, memory_bytes
 from ds_hetero.planner.pipelines.explain import reasons_of
 from ds_hetero.planner.pipelines.given import judge_given
@@ -123,21 +124,42 @@ def _stages_table(described: DescribedPlan, costs: StageCosts, finished: Finishe
 
 def _memory(page: Page, costs: StageCosts, finished: Finished) -> list[Markup]:
     memory = memory_bytes(costs, finished)
-    cells: list[tuple[str, str, float, float]] = []
+    cells: list[_StageMemory] = []
     for number, *_ in finished.makeups[:MAX_PIPELINES]:
-        for j, block in enumerate(finished.candidate.placed[number].blocks):
-            for part, needed in zip(block.parts, memory[number][j], strict=True):
+        placed = finished.candidate.placed[number]
+        options = stage_options(costs, placed.blocks, placed.micro_batch_size, len(finished.candidate.placed))
+        assert options is not None, "its memory is known"
+        for j, (block, option) in enumerate(zip(placed.blocks, options, strict=True)):
+            for part, of_part, needed in zip(block.parts, option.parts, memory[number][j], strict=True):
                 device = costs.pools.kinds[part.kind].device
-                name = f"pipeline {number}, stage {j}" + (f", {device.name}" if block.others else "")
-                cells.append((name, device.name, needed, device.usable_bytes))
+                cells.append(
+                    _StageMemory(
+                        name=f"pipeline {number}, stage {j}" + (f", {device.name}" if block.others else ""),
+                        device=device.name,
+                        needed=needed,
+                        usable=device.usable_bytes,
+                        communicators=of_part.memory.communicator_bytes(j == 0, j == len(placed.blocks) - 1),
+                    )
+                )
     series = [
-        {"name": "the card", "values": [round(has / GIB, 3) for *_, has in cells], "behind": True, "colour": "wait"},
-        {"name": "needed", "values": [round(needed / GIB, 3) for _, _, needed, _ in cells], "colour": "model"},
+        {"name": "the card", "values": [round(c.usable / GIB, 3) for c in cells], "behind": True, "colour": "wait"},
+        {"name": "needed", "values": [round(c.needed / GIB, 3) for c in cells], "colour": "model"},
     ]
-    data = {"rows": [name for name, *_ in cells], "unit": "GiB", "series": series}
+    data = {"rows": [cell.name for cell in cells], "unit": "GiB", "series": series}
     chart = page.chart("bars", "Memory of a card of every stage, in GiB", data, 90 + 30 * len(cells))
-    rows = [(*names, bytes_text(needed), bytes_text(has)) for *names, needed, has in cells]
-    return [chart, html_table(("stage", "device", "memory, GiB", "of"), rows, "Memory by stage")]
+    rows = [(cell.name, cell.device, *map(bytes_text, cell[2:])) for cell in cells]
+    headings = ("stage", "device", "memory, GiB", "of", "NCCL's communicators in it")
+    return [chart, html_table(headings, rows, "Memory by stage")]
+
+
+class _StageMemory(NamedTuple):
+    """Bytes of a device of a stage."""
+
+    name: str  # of the stage, and of the device where it has several
+    device: str
+    needed: float
+    usable: float
+    communicators: float  # in what is needed
 
 
 def _timelines(page: Page, finished: Finished) -> list[Markup]:

@@ -24,7 +24,7 @@ from math import inf
 
 import numpy as np
 
-from ds_hetero.cluster.topology import Cluster, DeviceSpec
+from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.arrays import Bools, Floats
 from ds_hetero.cost.passes import BlockPasses
 from ds_hetero.cost.stages.gradients import GradientTimes
@@ -110,11 +110,12 @@ class CalibratedStageCosts(StageCosts):
             first_s=reduced_s,
             last_s=loss_s + reduced_s + self._exchanged_s(kind, size, micro_batch_size),
             side_s=2 * device.efficiency.message_overhead_s + self._gathered_s(kind, size, micro_batch_size),
-            capacity_bytes=self._capacity_bytes(PoolPart(kind, self.pools.largest[kind].node, size), size, pipelines),
+            capacity_bytes=device.usable_bytes,
             memory=self._memory(
-                device,
+                PoolPart(kind, self.pools.largest[kind].node, size),
                 layer=layer.mapped(lambda alone: float(np.max(alone))),
                 logits=float(logit_bytes(model, of_batch, np.array([float(self.seq_len)]))[0]) / size,
+                ranks=size,
                 holders=pipelines,
                 cut=size,
             ),
@@ -149,18 +150,18 @@ class CalibratedStageCosts(StageCosts):
         shared = self.sequence.passes(parts, micro_batch_size) if "sequence" in self.inners else None
         if shared is None:
             return None
-        holders = sum(part.size for part in parts) + pipelines - 1
+        ranks = sum(part.size for part in parts)
+        holders = ranks + pipelines - 1
         memory = []
         for part, layer, logits in zip(parts, shared.layer, shared.logits, strict=True):
-            device = self.pools.kinds[part.kind].device
             memory.append(
                 StageOption(
                     forward_s=shared.forward_s,
                     backward_s=shared.backward_s,
                     last_s=shared.loss_s,
                     side_s=2 * max(self.pools.kinds[each.kind].device.efficiency.message_overhead_s for each in parts),
-                    capacity_bytes=self._capacity_bytes(part, sum(each.size for each in parts), holders),
-                    memory=self._memory(device, layer, logits, holders),
+                    capacity_bytes=self.pools.kinds[part.kind].device.usable_bytes,
+                    memory=self._memory(part, layer, logits, ranks, holders),
                 )
             )
         return replace(memory[0], beside=tuple(memory[1:]))
@@ -182,25 +183,32 @@ class CalibratedStageCosts(StageCosts):
 
     # --- memory
 
-    def _capacity_bytes(self, part: PoolPart, ranks: int, holders: int) -> float:
-        """Memory of a device that its tensors get beside NCCL's communicators; see `communicators.of_stage`."""
-        device = self.pools.kinds[part.kind].device
-        node = self.cluster.nodes[part.node]
-        needed = communicators.of_stage(self.cluster, node, part.size, ranks, holders)
-        return device.usable_bytes - communicators.beyond_reserve(device, needed)
+    def _communicator_bytes(self, part: PoolPart, ranks: int, neighbours: int, holders: int) -> float:
+        """Of NCCL on a device of ``part``, beyond its reserve; see `communicators.of_stage`."""
+        needed = communicators.of_stage(
+            self.cluster,
+            self.cluster.nodes[part.node],
+            local_ranks=part.size,
+            ranks=ranks,
+            neighbours=min(neighbours, self.cluster.num_ranks - ranks),
+            holders=holders,
+        )
+        return communicators.beyond_reserve(self.pools.kinds[part.kind].device, needed)
 
     def _memory(
-        self, device: DeviceSpec, layer: LayerMemory, logits: float, holders: int, cut: int = 1
+        self, part: PoolPart, layer: LayerMemory, logits: float, ranks: int, holders: int, cut: int = 1
     ) -> CalibratedStageMemory:
         """Owners of an element are those who add to its gradient; where owners differ, what they own is on top.
 
         Args:
+            part: the devices of the stage that are alike, on one node.
             logits: of the head on a device.
+            ranks: of the stage.
             holders: who add to a gradient.
             cut: devices that cut the parameters of a layer, of embedding and of head.
         """
         model, work = self.model, self.workload
-        if device.shares_host_memory:  # offloaded checkpoints stay in it
+        if self.pools.kinds[part.kind].device.shares_host_memory:  # offloaded checkpoints stay in it
             work = replace(work, offload_activations=False)
         table, matrix = model.vocab_size * model.hidden_size / cut, model.mlp_size * model.hidden_size / cut
         owns = 1 / holders / cut if self.owners == "even" or holders == 1 else 0.0
@@ -213,6 +221,11 @@ class CalibratedStageCosts(StageCosts):
             of_end=DeviceParameters(table, table * cut * owns),
             largest=max(table, matrix),
             holders=holders,
+            communicators=(
+                self._communicator_bytes(part, ranks, 0, holders),
+                self._communicator_bytes(part, ranks, 1, holders),
+                self._communicator_bytes(part, ranks, 2, holders),
+            ),
         )
 
     # --- hops

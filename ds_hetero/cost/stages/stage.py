@@ -164,6 +164,10 @@ class StageMemory(ABC):
     def layer_bytes(self) -> float:
         """Model states of a layer."""
 
+    def communicator_bytes(self, first: bool, last: bool) -> float:
+        """Bytes of NCCL's communicators in the peak; 0 in cost models that do not count them."""
+        return 0.0
+
     @abstractmethod
     def peak_bytes(
         self, layers: Bytes, first: bool, last: bool, in_flight: Bytes, micro_batches: int | None = None
@@ -192,7 +196,7 @@ class StageOption:
     first_s: float = 0.0  # forward and backward of what a stage with the embedding computes on top
     last_s: float = 0.0  # forward and backward of what a stage with the head computes on top
     side_s: float = 0.0  # messages to and from one neighbouring stage: the host's time, and gathering what arrived
-    capacity_bytes: float  # memory of a device
+    capacity_bytes: float  # memory of a device, for tensors and communicators
     memory: StageMemory  # what a device of its first part needs
     beside: tuple[StageOption, ...] = ()  # memory of the devices of its other parts, whose times are not used
 

@@ -51,6 +51,11 @@ class CalibratedStageMemory(StageMemory):
     of_end: DeviceParameters  # of the model, in the embedding, and as many in the head
     largest: float  # elements of the largest parameter
     holders: int  # of a parameter, who add up its gradients
+    communicators: tuple[float, float, float]  # of NCCL beyond the reserve, by the number of neighbouring stages
+
+    def communicator_bytes(self, first: bool, last: bool) -> float:
+        """See `StageMemory.communicator_bytes`."""
+        return self.communicators[2 - first - last]
 
     @property
     def layer_bytes(self) -> float:
@@ -84,6 +89,7 @@ class CalibratedStageMemory(StageMemory):
             weights=wire,
             optimizer_state=work.optimizer_bytes * owned,
             exchange_buffers=2 * layer.input_bytes * (2 - ends),  # an input and an output of each neighbour
+            communicators=self.communicator_bytes(first, last),
         )
 
         def backward(name: str, number: Bytes, gradients: Bytes, bucket: Bytes = 0.0) -> dict[str, MemoryParts]:

@@ -156,10 +156,15 @@ def _covered_bytes(device: DeviceSpec) -> float:
     So they are of a device without a reserve, such as a CPU, and of GeForce: without peer-to-peer access NCCL takes
     shared memory of the host (src/transport/shm.cc), and without GPUDirect RDMA the network's buffers are there, too.
     """
-    known = CATALOGUE.get(device.name.partition("#")[0])  # a slower one of several is "RTX-4090#2" in a measured file
-    if not device.reserved_bytes or (known is not None and not known.peer_to_peer):
+    if not device.reserved_bytes or not reads_peers(device):
         return inf
     return _SHARE_OF_RESERVE * device.reserved_bytes
+
+
+def reads_peers(device: DeviceSpec) -> bool:
+    """Whether a device can read the memory of others in its node; so one does that the catalogue does not have."""
+    known = CATALOGUE.get(device.name.partition("#")[0])  # a slower one of several is "RTX-4090#2" in a measured file
+    return known is None or known.peer_to_peer
 
 
 def beyond_reserve(device: DeviceSpec, needed_bytes: float) -> float:
@@ -239,16 +244,17 @@ class Communicators:
         return np.asarray(self.replica.message_bytes(0) + of_peer * np.asarray(peers_K)[grouping.group_of])
 
 
-def of_stage(cluster: Cluster, node: Node, local_ranks: int, ranks: int, holders: int) -> float:
+def of_stage(cluster: Cluster, node: Node, *, local_ranks: int, ranks: int, neighbours: int, holders: int) -> float:
     """Bytes of the communicators of a rank of a stage of a pipeline, as far as its block of devices tells.
 
-    It counts as having two neighbouring stages of one rank, on its own node if that has devices outside the block. The
-    holders of its elements count as one set; where pipelines are cut at unlike layers there are more of them.
+    Neighbouring stages count as having one rank, on its own node if that has devices outside the block. The holders of
+    its elements count as one set; where pipelines are cut at unlike layers there are more of them.
 
     Args:
         node: of the rank.
         local_ranks: ranks of the stage on ``node``.
         ranks: of the stage.
+        neighbours: stages before and after it: none in a pipeline of one stage, one at either end, else two.
         holders: ranks that add to the gradient of an element.
     """
     job, inside = Channels.of(cluster), Channels.inside(node)
@@ -259,10 +265,9 @@ def of_stage(cluster: Cluster, node: Node, local_ranks: int, ranks: int, holders
     needed += 2 * stage.collective_bytes(ranks) + (stage.message_bytes(local_ranks - 1) if ranks > 1 else 0.0)
     has_local_neighbour = local_ranks < len(node.devices)
     neighbour = inside if has_local_neighbour else job
-    num_neighbours = min(2, cluster.num_ranks - ranks)
     # Activations and gradients have a communicator each, of one direction, so both have one connection together.
     messages = neighbour.message_bytes(1 if has_local_neighbour else 0)
-    needed += num_neighbours * (2 * neighbour.collective_bytes(ranks + 1) + messages)
+    needed += neighbours * (2 * neighbour.collective_bytes(ranks + 1) + messages)
     if holders > 1:
         local_holders = local_ranks - 1 if job.spans_nodes else holders - 1
         needed += job.collective_bytes(holders) + job.message_bytes(local_holders)

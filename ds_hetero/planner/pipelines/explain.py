@@ -99,9 +99,16 @@ def _memory_text(costs: StageCosts, finished: Finished) -> str:
                 left = 1 - of_part / part.capacity_bytes
                 if left < tightest[0]:
                     where = f"stage {j} of pipeline {i}, {block_text(costs, placed.blocks[j])}"
-                    of = f"{bytes_text(of_part)} of {bytes_text(part.capacity_bytes)} GiB a device"
+                    of = memory_text(part, of_part, first=j == 0, last=j == len(needs) - 1)
                     tightest = left, f"memory is tightest on {where}: {of}"
     return tightest[1]
+
+
+def memory_text(option: StageOption, need: float, *, first: bool, last: bool) -> str:
+    """``12.3 of 38.5 GiB a device (NCCL's communicators 1.2)``, the latter where they count."""
+    text = f"{bytes_text(need)} of {bytes_text(option.capacity_bytes)} GiB a device"
+    communicators = option.memory.communicator_bytes(first, last)
+    return f"{text} (NCCL's communicators {bytes_text(communicators)})" if communicators else text
 
 
 def nothing_fits(models: Sequence[StageCosts], at_most_s: float | None) -> str:
@@ -133,8 +140,10 @@ def nothing_fits(models: Sequence[StageCosts], at_most_s: float | None) -> str:
         if need > 0
         else f"a layer takes {layer_gib:.1f} GiB of model states, {max(missing, 1) * layer_gib:.0f} GiB are missing"
     )
+    communicators = option.memory.communicator_bytes(tight == 0, tight == last)
+    beside = f", beside {bytes_text(communicators)} GiB of NCCL's communicators" if communicators else ""
     return (
         f"no plan of {model.name} with sequences of {costs.seq_len} tokens fits on {cluster.num_ranks} devices. A "
-        f"pipeline of one stage per device ({devices}) has room for {sum(rooms)} of {model.num_layers} layers; {where}."
-        " What would fit: a smaller model, shorter sequences, or more or larger devices."
+        f"pipeline of one stage per device ({devices}) has room for {sum(rooms)} of {model.num_layers} layers; {where}"
+        f"{beside}. What would fit: a smaller model, shorter sequences, or more or larger devices."
     )

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_hetero.cluster.topology import Cluster
-from ds_hetero.common.text import bytes_text
 from ds_hetero.cost.objective import Objective
 from ds_hetero.cost.stages.hexiscale import make_stage_costs
 from ds_hetero.cost.stages.stage import DeviceBlock, PlacedPipeline, PoolPart, Pools, StageCosts
@@ -18,7 +17,7 @@ from ds_hetero.planner.pipeline_search.block_times import stage_options
 from ds_hetero.planner.pipeline_search.finish import Finished
 from ds_hetero.planner.pipeline_search.given_layers import judge_layers
 from ds_hetero.planner.pipeline_search.stage_schedules import ScheduleFinder
-from ds_hetero.planner.pipelines.explain import block_text
+from ds_hetero.planner.pipelines.explain import block_text, memory_text
 from ds_hetero.values.plans import Plan, Stage
 
 
@@ -121,7 +120,7 @@ def _misfit(costs: StageCosts, placed: Sequence[PlacedPipeline]) -> str:
                 need = part.memory_bytes(layers, j == 0, j == last, kept)
                 if need - part.capacity_bytes > worst:
                     worst = need - part.capacity_bytes
-                    text = f"{where}, needs {bytes_text(need)} of {bytes_text(part.capacity_bytes)} GiB a device"
+                    text = f"{where}, needs {memory_text(part, need, first=j == 0, last=j == last)}"
     return text
 
 

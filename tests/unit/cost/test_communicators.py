@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from ds_hetero.cluster.files import cluster_from_dict
 from ds_hetero.cluster.notation import read_notation
 from ds_hetero.cluster.topology import Cluster
 from ds_hetero.common.units import GB, GIB
+from ds_hetero.cost.stages.hexiscale import make_stage_costs
+from ds_hetero.cost.stages.stage import StageOption
 from ds_hetero.cost.terms.communicators import (
     LOCAL_CONNECTION_BYTES,
     REMOTE_MESSAGE_BYTES,
@@ -22,6 +26,8 @@ from ds_hetero.cost.terms.communicators import (
 )
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.workload import Workload
+from ds_hetero.models import load_model
+from ds_hetero.planner.pipelines.explain import memory_text
 
 MIB = 2**20
 
@@ -113,14 +119,59 @@ def test_stages_count_what_they_share_with_their_neighbours() -> None:
     cluster = cluster_of("2xL40S | 2xL40S", "25")
     node, job = cluster.nodes[0], Channels.between(cluster)
     inside = Channels.inside(node)
-    boundaries = 2 * (2 * inside.collective_bytes(2) + inside.message_bytes(1))
+    boundary = 2 * inside.collective_bytes(2) + inside.message_bytes(1)
     of_job = 4 * job.collective_bytes(4)
-    assert of_stage(cluster, node, local_ranks=1, ranks=1, holders=1) == of_job + boundaries
-    synced = of_stage(cluster, node, local_ranks=1, ranks=1, holders=2) - (of_job + boundaries)
+    for neighbours in (0, 1, 2):
+        of_ends = of_stage(cluster, node, local_ranks=1, ranks=1, neighbours=neighbours, holders=1)
+        assert of_ends == of_job + neighbours * boundary
+    synced = of_stage(cluster, node, local_ranks=1, ranks=1, neighbours=2, holders=2) - (of_job + 2 * boundary)
     assert synced == job.collective_bytes(2) + job.message_bytes(0)
     alone = cluster_of("2xL40S")
-    whole = of_stage(alone, alone.nodes[0], local_ranks=2, ranks=2, holders=1)
+    whole = of_stage(alone, alone.nodes[0], local_ranks=2, ranks=2, neighbours=0, holders=1)
     assert whole == (4 + 2) * inside.collective_bytes(2) + inside.message_bytes(1)
+
+
+def test_a_stage_has_the_communicators_of_the_neighbours_that_it_has() -> None:
+    """Four A100 on a node, one a stage: both ends of a pipeline have one neighbour, whoever is alone has none."""
+    cluster = cluster_of("4xA100-SXM-80GB")
+    inside = Channels.inside(cluster.nodes[0])
+    boundary = 2 * inside.collective_bytes(2) + inside.message_bytes(1)
+    option = _stage(cluster)
+    of_ends = {ends: option.memory.communicator_bytes(*ends) for ends in product((False, True), repeat=2)}
+    standing = 4 * inside.collective_bytes(4) - GIB / 2
+    assert of_ends == {
+        (False, False): standing + 2 * boundary,
+        (True, False): standing + boundary,
+        (False, True): standing + boundary,
+        (True, True): standing,
+    }
+    # They are part of the memory that is needed, whatever of a device is left for both.
+    assert option.capacity_bytes == cluster.devices[0].usable_bytes
+    cpus = _stage(cluster_from_dict({"nodes": [{"name": "host", "device": "CPU", "count": 4}]}))
+    for (first, last), communicators in of_ends.items():
+        tensors = cpus.memory_bytes(2, first, last, 1)
+        assert option.memory_bytes(2, first, last, 1) == pytest.approx(tensors + communicators)
+
+
+def test_a_pipeline_of_two_ranks_has_one_neighbour_even_as_a_middle_stage() -> None:
+    """The search asks for middle stages of clusters that have no third one."""
+    memory = _stage(cluster_of("2xA100-SXM-80GB")).memory
+    assert memory.communicator_bytes(False, False) == memory.communicator_bytes(True, False)
+
+
+def _stage(cluster: Cluster) -> StageOption:
+    option = make_stage_costs("calibrated", cluster, load_model("llama-3.2-1b"), Workload(seq_len=4096)).stage(
+        0, 1, "one", 1, 1
+    )
+    assert option is not None
+    return option
+
+
+def test_texts_of_what_fits_name_the_part_of_communicators() -> None:
+    text = memory_text(_stage(cluster_of("4xA100-SXM-80GB")), 20 * GIB, first=True, last=False)
+    assert re.fullmatch(r"20\.0 of \d+\.\d GiB a device \(NCCL's communicators \d\.\d\)", text), text
+    cpus = cluster_from_dict({"nodes": [{"name": "host", "device": "CPU", "count": 4}]})
+    assert "NCCL" not in memory_text(_stage(cpus), 20 * GIB, first=True, last=False)
 
 
 def test_more_groups_and_ranks_never_need_less_than_one_rank_alone() -> None:
