@@ -149,13 +149,20 @@ def _alone_in_model(statuses: Mapping[int, Status]) -> Diagnosis | None:
     for rank, status in waiting.items():
         waits_for = [] if status.collective is None else [other for other in ahead if other in status.collective.ranks]
         if waits_for and status.in_script and status.gathers.end < farthest:
-            return Diagnosis(
-                STEP,
-                f"{ranks_text(waits_for)} called {statuses[waits_for[0]].gathers.calls[-1]}, while rank {rank} waits "
-                f"in {status.place}. It is a module whose parameters ZeRO-3 gathers from all ranks: forwards, "
-                "evaluations and generate, too, run on every rank.",
-            )
+            return _run_alone(waits_for, [rank], statuses, status.place)
     return None
+
+
+def _run_alone(ahead: Sequence[int], behind: Sequence[int], statuses: Mapping[int, Status], place: str) -> Diagnosis:
+    """Say which module the ranks ``ahead`` have called and those ``behind``, who wait in ``place``, have not."""
+    gathers, num_of_both = statuses[ahead[0]].gathers, statuses[behind[0]].gathers.end
+    module = gathers.at(num_of_both) or gathers.calls[-1]
+    return Diagnosis(
+        STEP,
+        f"{ranks_text(ahead)} called {module}, while {ranks_text(behind)} wait{'s' if len(behind) == 1 else ''} in "
+        f"{place}. It is a module whose parameters ZeRO-3 gathers from all ranks: forwards, evaluations and generate, "
+        "too, run on every rank.",
+    )
 
 
 def _unlike_posted(statuses: Mapping[int, Status]) -> Diagnosis | None:
@@ -172,8 +179,24 @@ def _unlike_posted(statuses: Mapping[int, Status]) -> Diagnosis | None:
                 by_call.setdefault((group, call.number), {})[rank] = call
     for calls_of_ranks in by_call.values():
         if len({_kind(call.name) for call in calls_of_ranks.values()}) > 1:
-            return _apart({rank: call.place for rank, call in calls_of_ranks.items()})
+            alone = _posted_alone_in_model(statuses, calls_of_ranks)
+            return alone or _apart({rank: call.place for rank, call in calls_of_ranks.items()})
     return None
+
+
+def _posted_alone_in_model(statuses: Mapping[int, Status], posted: Mapping[int, Numbered]) -> Diagnosis | None:
+    """Which ranks have posted a gather of ZeRO-3 where others have posted a collective of the script.
+
+    Args:
+        posted: by rank, the unlike collectives of one place in a process group's order.
+    """
+    num_gathers = {rank: statuses[rank].gathers.end for rank in posted}
+    farthest = max(num_gathers.values())
+    ahead = [rank for rank, call in posted.items() if num_gathers[rank] == farthest and not call.in_script]
+    behind = [rank for rank, call in posted.items() if num_gathers[rank] < farthest and call.in_script]
+    if not ahead or not behind:
+        return None
+    return _run_alone(ahead, behind, statuses, posted[behind[0]].place)
 
 
 def _kind(name: str) -> str:

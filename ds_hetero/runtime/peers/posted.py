@@ -82,6 +82,7 @@ class Numbered(NamedTuple):
     number: int  # among those of its process group, counted from 1
     name: str
     place: str  # see `Posted`
+    in_script: bool = False  # see `Posted`
 
 
 def begin_noting() -> None:
@@ -215,7 +216,7 @@ class _Note(NamedTuple):
 
     def numbered(self) -> Numbered:
         """Return a collective."""
-        return Numbered(self.number, self.function, self.place)
+        return Numbered(self.number, self.function, self.place, self.in_script)
 
     def posted(self) -> Posted:
         """Return the call."""

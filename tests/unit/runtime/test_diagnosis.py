@@ -53,8 +53,14 @@ def gathering(*modules: str, before: int = 0) -> Status:
 
 
 def posted(*names: str, unchanged_s: float = 9.0, **more: Any) -> Status:
-    """A rank on NCCL that stands where it needs a number, after collectives of the world of these names."""
-    calls = [Numbered(number, name, f"{name} at train.py:7") for number, name in enumerate(names, 1)]
+    """A rank on NCCL that stands where it needs a number, after collectives of the world of these names.
+
+    The last ``by_engine`` of them are not the script's own.
+    """
+    num_of_script = len(names) - more.get("by_engine", 0)
+    calls = [
+        Numbered(number, name, f"{name} at train.py:7", number <= num_of_script) for number, name in enumerate(names, 1)
+    ]
     collective = Collective(names[-1], "0", [0, 1])
     return Status(
         asked=1,
@@ -67,6 +73,7 @@ def posted(*names: str, unchanged_s: float = 9.0, **more: Any) -> Status:
         counts={"0": len(names), **more.get("counts", {})},
         may_compute=True,
         posted={"0": calls},
+        gathers=more.get("gathers", Calls().history()),
     )
 
 
@@ -86,6 +93,20 @@ CASES: dict[str, tuple[list[Status], dict[str, Any], str | None]] = {
         ],
         {},
         "rank 0 called embed, while rank 1 waits in barrier at train.py:7. It is a module whose parameters ZeRO-3",
+    ),
+    "generate on one rank of ZeRO-3, and a collective of the script, where calls return": (
+        [
+            posted("all_reduce", "all_gather", by_engine=1, gathers=History(["embed", "head"], 40, False)),
+            posted("all_reduce", "barrier", gathers=History(["head"], 39, False)),
+        ],
+        {},
+        "rank 0 called embed, while rank 1 waits in barrier at train.py:7. It is a module whose parameters ZeRO-3",
+    ),
+    "unlike collectives of the script on ZeRO-3, where calls return": (
+        [posted("barrier", gathers=History(["head"], 39, False))] * 2
+        + [posted("broadcast", gathers=History(["head"], 39, False))],
+        {},
+        "rank 2 waits in broadcast at train.py:7, ranks 0, 1 wait in barrier at train.py:7: these collectives can",
     ),
     "all wait in one place": ([status(*TRAINED, FETCH)] * 3, {}, None),
     "a forward left out": (
