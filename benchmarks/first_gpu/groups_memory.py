@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.first_gpu.parts import Context, Row
-from ds_hetero.cluster import cluster_from_dict
-from ds_hetero.cluster.notation import read_notation
-from ds_hetero.cost.terms.communicators import Channels
-from ds_hetero.errors import HeteroError
+from ds_hetero.selftest.communicator_memory import counted_bytes
 
 
 def counted_mib(card: str) -> float | None:
@@ -23,14 +20,10 @@ def counted_mib(card: str) -> float | None:
     It counts the channels of two such cards in a node; two ranks on one card may have fewer.
 
     Args:
-        card: name, as torch gives it; None is returned where the catalogue does not have it.
+        card: name, as torch gives it; None is returned where `counted_bytes` does not know.
     """
-    try:
-        cluster = cluster_from_dict(read_notation(card.removeprefix("NVIDIA ")).content)
-    except HeteroError:
-        return None
-    channels = Channels.inside(cluster.nodes[0])
-    return (channels.collective_bytes(2) + channels.message_bytes(1)) / 2**20
+    counted = counted_bytes(card, 2)
+    return None if counted is None else counted / 2**20
 
 
 class MemoryOfDevice:

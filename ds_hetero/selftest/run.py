@@ -21,6 +21,7 @@ from ds_hetero.errors import ConfigError, PeerError
 from ds_hetero.runtime.devices import default_device
 from ds_hetero.selftest.call_watch import CallWatch
 from ds_hetero.selftest.collectives import check_collectives
+from ds_hetero.selftest.communicator_memory import check_communicator_memory
 from ds_hetero.selftest.communicators import check_communicators
 from ds_hetero.selftest.device_rates import check_rates
 from ds_hetero.selftest.exchange import check_exchange
@@ -51,6 +52,7 @@ CHECKS: dict[str, Callable[[Session], Iterable[Line]]] = {
     "pipelines": check_pipelines,
     "uneven partitions": check_uneven_partitions,
     "communicators": check_communicators,  # over the groups that those before have made
+    "memory of a communicator": check_communicator_memory,  # NCCL's kernels are loaded by then
     "a killed rank": check_killed_rank,
 }
 """Checks with a verdict, in their order; those after them inform."""

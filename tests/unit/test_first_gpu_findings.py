@@ -180,6 +180,7 @@ def test_memory_of_communicators_is_compared_with_what_the_cost_model_counts() -
     # 2 channels: tables of 3 * 2 MiB each, 12 MiB each for the ring, 12 MiB each for messages
     assert counted_mib("NVIDIA A10") == 2 * (6 + 12 + 12)
     assert counted_mib("NVIDIA Unheard-of") is None
+    assert counted_mib("NVIDIA GeForce RTX 4090") is None  # buffers are the host's
     unknown = _entry("two_ranks", "memory of groups", {"counted_mib": None}, {"group": 1, "mib_per_rank": 50.0})
     assert _verdict("memory of communicators", unknown)[0] == NOT_MEASURED
 
