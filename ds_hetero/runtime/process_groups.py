@@ -4,7 +4,12 @@ On NCCL three things happen late unless they are asked for early, and each block
 
 * **A communicator** is made at the first call on its group, where ``init_process_group`` was given no ``device_id``.
   That call has to come from all ranks of the group: torch calls anything else undefined (docstring of
-  ``batch_isend_irecv``). So `ProcessGroups.of` lets all ranks of a new group use it once.
+  ``batch_isend_irecv``). So `ProcessGroups.of` lets all ranks of a new group use it once. With a ``device_id``, as
+  DeepSpeed gives it, ``new_group`` makes the communicator on all its ranks (torch 2.13, distributed_c10d.py,
+  _new_process_group_helper: eager_connect_single_device; ProcessGroupNCCL::pointToPoint then takes that one), and the
+  call is not needed for it. It is made all the same: by it NCCL connects the ranks for sums, which also blocks, and a
+  group that does not work fails at its making. That costs the buffers of a ring where a group carries messages alone;
+  the self-test's line "memory of a communicator" says how many bytes they are.
 * **A connection** of two ranks is made at their first message, one for each direction and communicator. Inside
   ``ncclGroupEnd`` the host waits there until the peer makes the matching call (NCCL 2.30, transport.cc,
   ncclTransportP2pSetup; so it is said in NVIDIA/nccl#783), whatever streams could run meanwhile. A stage that asks for
