@@ -66,6 +66,9 @@ _BY_ROW = frozenset(  # losses that are not reduced, layers, and products of one
         "BaddbmmBackward0",
         "ConvolutionBackward0",
         "CtcLossBackward0",
+        "CtcLossBackward1",  # lengths stay tensors: under a dispatch mode, and where the next ones run
+        "CudnnCtcLossBackward0",
+        "CudnnCtcLossBackward1",
         "EmbeddingBackward0",
         "HuberLossBackward0",
         "IndexBackward0",
