@@ -10,10 +10,18 @@ from types import FrameType
 from typing import NamedTuple
 
 _PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), _PACKAGE)
+_STDLIB = sysconfig.get_path("stdlib")
+_SITE_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_LIBRARIES = (_STDLIB, *_SITE_PACKAGES, _PACKAGE)
 _ENGINES = ("/deepspeed/", _PACKAGE)
 # Files through which a collective is called, by a script as well as by an engine.
-_WRAPPERS = ("/torch/", "/deepspeed/comm/", "/deepspeed/utils/", f"{_PACKAGE}frameworks/deepspeed/engine.py")
+_WRAPPERS = (
+    "/torch/",
+    "/typing_extensions.py",  # torch 2.13 calls all_gather_into_tensor and others deprecated, by a decorator from there
+    "/deepspeed/comm/",
+    "/deepspeed/utils/",
+    f"{_PACKAGE}frameworks/deepspeed/engine.py",
+)
 # Files in whose functions a thread waits for other ranks.
 _WAITING = (
     "/torch/distributed/",
@@ -73,7 +81,8 @@ def _is_waiting(file: str) -> bool:
 
 @functools.cache
 def _is_no_wrapper(file: str) -> bool:
-    return not any(part in file for part in _WRAPPERS)
+    is_of_stdlib = file.startswith(_STDLIB) and not file.startswith(_SITE_PACKAGES)  # decorators, in newer Pythons
+    return not is_of_stdlib and not any(part in file for part in _WRAPPERS)
 
 
 @functools.cache

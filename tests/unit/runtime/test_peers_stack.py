@@ -1,0 +1,55 @@
+"""Who made a call, as its stack tells: the script, or an engine for it; whatever decorators stand between."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import typing_extensions
+
+from ds_hetero.runtime.peers.stack import is_call_of_script
+
+_TORCH = dist.distributed_c10d.__file__  # type: ignore[attr-defined]
+_ENGINE, _SCRIPT = "/site-packages/deepspeed/runtime/zero/partition_parameters.py", "/home/user/train.py"
+
+
+def _in_file(file: str, call: Callable[[], bool]) -> Callable[[], bool]:
+    """A function of ``file`` that makes a call."""
+    names: dict[str, Any] = {"call": call}
+    exec(compile("def made():\n    return call()\n", file, "exec"), names)
+    made: Callable[[], bool] = names["made"]
+    return made
+
+
+def _seen_from_torch() -> bool:
+    return is_call_of_script(sys._getframe(1))
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.filterwarnings("ignore:old:FutureWarning")
+@pytest.mark.parametrize(
+    "decorate", [lambda call: call, typing_extensions.deprecated("old", category=FutureWarning), _nothing()]
+)
+@pytest.mark.parametrize(("caller", "is_scripts"), [(_ENGINE, False), (_SCRIPT, True)])
+def test_decorators_of_libraries_are_nobodys_call(decorate: Any, caller: str, is_scripts: bool) -> None:
+    collective = decorate(_in_file(_TORCH, _seen_from_torch))
+    made_by = _in_file(_SCRIPT, _in_file(caller, collective))
+    assert made_by() is is_scripts
+
+
+def test_torch_calls_collectives_of_deepspeed_deprecated_by_such_a_decorator() -> None:
+    """Once no release does, the entry of `ds_hetero.runtime.peers.stack` can go."""
+    wrapped = dist.all_gather_into_tensor
+    files = set()
+    while wrapped is not None:
+        files.add(wrapped.__code__.co_filename)
+        wrapped = getattr(wrapped, "__wrapped__", None)
+    assert any(file.endswith("typing_extensions.py") for file in files), files
