@@ -21,6 +21,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "a mean over weights, a short micro-batch": {"module": "class weights", "rows": SHORT_MICRO_BATCH},
     "a mean over weights, less than a micro-batch": {"module": "class weights", "rows": LESS_THAN_ONE},
     "labels that are ignored": {"module": "ignored", "rows": SHORT_MICRO_BATCH, "first_alike": True},
+    "a declared mean over tokens": {"module": "text, own loss", "rows": ONE_MICRO_BATCH},
     "a penalty beside a mean": {"module": "penalty", "rows": ONE_MICRO_BATCH},
     "a mean over tokens and one over samples": {"module": "text, annealed", "rows": SHORT_MICRO_BATCH},
 }
