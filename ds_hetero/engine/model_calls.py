@@ -67,7 +67,11 @@ class ModelCalls:
     def mean(self, values: Tensor, batch: Batch, where: Tensor | None, num_items: NumItems) -> Tensor:
         """The mean over the whole batch."""
         samples = self._samples
-        if samples is None or not samples.training or num_items is None or not values.dim():
+        if num_items is None or not values.dim():
+            return token_mean(values, batch, where, None, None)
+        if samples is None:
+            return token_mean(values, batch, where, None, num_items)
+        if not samples.training:
             return token_mean(values, batch, where, None, None)  # the batch's own, as the loss beside it
         if samples.only_fills_up:
             where = torch.zeros(values.shape[:2], dtype=torch.bool, device=values.device)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor.debug import CommDebugMode
 
+from ds_hetero.engine.model_calls import ModelCalls
 from ds_hetero.runtime.data.shards import read_batch
 from ds_hetero.runtime.loss import count_items, cross_entropy_sum, sequence_parallel_loss
 from ds_hetero.runtime.replica import make_replica
@@ -194,3 +195,35 @@ def _half_precision(rank):
     many = 2**24 + 1  # not a float32
     loss = sequence_parallel_loss(torch.tensor(2.5 * many), many, replica)
     return str(loss.dtype), loss.item()
+
+
+def test_terms_of_a_whole_model_add_up_over_micro_batches_as_its_loss_does():
+    run_ranks(_check_terms_of_a_whole_model, 2)
+
+
+def _check_terms_of_a_whole_model(rank):
+    """Every rank runs its own batches whole: `handle.mean` with ``num_items`` is of all tokens of the step."""
+    model, reference = Model(), Model()
+    calls = ModelCalls(model)
+    micro_batches = 2
+    num_items = count_items(
+        sum(calls.count_labels(make_batch(rank, m)) for m in range(micro_batches)), torch.device("cpu")
+    )
+    for m in range(micro_batches):
+        batch = make_batch(rank, m)
+        calls.mean(_log_normalizers(model, batch), batch, None, num_items).backward()
+    average_gradients(model)
+
+    total = 0.0
+    for r in range(2):
+        for m in range(micro_batches):
+            batch = make_batch(r, m)
+            is_counted = F.pad(batch["labels"][:, 1:], (0, 1), value=-100).ne(-100)
+            total = total + _log_normalizers(reference, batch)[is_counted].sum()
+    (total / num_items).backward()
+    assert_same_gradients(model, reference)
+
+
+def _log_normalizers(model, batch):
+    """[B, s], what a z-loss is the mean of."""
+    return model(batch["input_ids"], batch["input_ids"].shape[1]).logsumexp(-1)
