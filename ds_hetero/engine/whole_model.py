@@ -286,8 +286,8 @@ class WholeModel:
 
     @property
     def only_fills_up(self) -> bool:
-        """Whether the micro-batch that was given last has no sample of its own, and fills an optimizer step up."""
-        return self.batches.only_fills_up
+        """Whether a micro-batch that is trained on has no sample of its own, and only fills a step up."""
+        return self.training and self.batches.only_fills_up
 
     def expect_used(self) -> None:
         """Refuse to take another batch while the one before has had no backward. Raises `StepError`."""
