@@ -173,7 +173,9 @@ def _operand(node: Any) -> Tensor | None:
     if getattr(node, f"_raw_saved_{name}").unpack_hook is not None:  # see `token_factors`
         return None
     saved = getattr(node, f"_saved_{name}")
-    is_exact = isinstance(saved, Tensor) and saved.is_floating_point() and saved.element_size() >= 4
+    if not isinstance(saved, Tensor) or saved.is_complex():
+        return None
+    is_exact = not saved.is_floating_point() or saved.element_size() >= 4  # an index is of integers, often
     return saved.detach() if is_exact else None
 
 

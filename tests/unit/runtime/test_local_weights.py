@@ -58,6 +58,8 @@ RIGHT: dict[str, Loss] = {
     "a mask of labels": lambda x, r, y, p: x * y.ne(-100).float(),
     "weights by class": lambda x, r, y, p: x * torch.tensor([0.5, 2.0])[(r > 0.5).long()],
     "weights by place": lambda x, r, y, p: x * (p / LENGTH),
+    "integers by place": lambda x, r, y, p: x * p,
+    "a mask": lambda x, r, y, p: x * y.ne(-100),
     "one number": lambda x, r, y, p: x * 0.25,
     "a number for each row": lambda x, r, y, p: x * torch.tensor([[0.3], [-0.3]]),
     "in half precision": lambda x, r, y, p: (x.half() * (r - r.mean()).half()).float(),
@@ -75,6 +77,7 @@ CENTRED: dict[str, Loss] = {
 BY_INDEX: dict[str, Loss] = {
     "by row": lambda x, r, y, p: x * torch.linspace(0, 1, LENGTH)[: x.shape[1]],
     "as a divisor": lambda x, r, y, p: x / (1.0 + torch.arange(x.shape[1])),
+    "of integers": lambda x, r, y, p: x * torch.arange(x.shape[1]),
     "of all values in a row": lambda x, r, y, p: (x.flatten() * torch.arange(x.shape[1]).repeat(ROWS).float()).sum(),
 }
 
