@@ -12,6 +12,8 @@ from typing import NamedTuple
 _PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 _STDLIB = sysconfig.get_path("stdlib")
 _SITE_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+# Below the standard library, too, and not this interpreter's: a venv may see those of the Python that it was made with.
+_FOLDERS_OF_PACKAGES = ("/site-packages/", "/dist-packages/")
 _LIBRARIES = (_STDLIB, *_SITE_PACKAGES, _PACKAGE)
 _ENGINES = ("/deepspeed/", _PACKAGE)
 # Files through which a collective is called, by a script as well as by an engine.
@@ -81,7 +83,8 @@ def _is_waiting(file: str) -> bool:
 
 @functools.cache
 def _is_no_wrapper(file: str) -> bool:
-    is_of_stdlib = file.startswith(_STDLIB) and not file.startswith(_SITE_PACKAGES)  # decorators, in newer Pythons
+    is_installed = any(part in file for part in _FOLDERS_OF_PACKAGES)
+    is_of_stdlib = file.startswith(_STDLIB) and not is_installed  # decorators, in newer Pythons
     return not is_of_stdlib and not any(part in file for part in _WRAPPERS)
 
 

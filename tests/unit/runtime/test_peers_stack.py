@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from ds_hetero.runtime.peers.stack import is_call_of_script
 
 _TORCH = dist.distributed_c10d.__file__  # type: ignore[attr-defined]
 _ENGINE, _SCRIPT = "/site-packages/deepspeed/runtime/zero/partition_parameters.py", "/home/user/train.py"
+# Of the Python that a venv with --system-site-packages was made with: below the standard library of both.
+_ENGINE_OF_BASE = f"{sysconfig.get_path('stdlib')}{_ENGINE}"
 
 
 def _in_file(file: str, call: Callable[[], bool]) -> Callable[[], bool]:
@@ -38,7 +41,7 @@ def _nothing() -> Iterator[None]:
 @pytest.mark.parametrize(
     "decorate", [lambda call: call, typing_extensions.deprecated("old", category=FutureWarning), _nothing()]
 )
-@pytest.mark.parametrize(("caller", "is_scripts"), [(_ENGINE, False), (_SCRIPT, True)])
+@pytest.mark.parametrize(("caller", "is_scripts"), [(_ENGINE, False), (_ENGINE_OF_BASE, False), (_SCRIPT, True)])
 def test_decorators_of_libraries_are_nobodys_call(decorate: Any, caller: str, is_scripts: bool) -> None:
     collective = decorate(_in_file(_TORCH, _seen_from_torch))
     made_by = _in_file(_SCRIPT, _in_file(caller, collective))
