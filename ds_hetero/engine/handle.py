@@ -258,8 +258,8 @@ class Handle:
     def count_items(self, batches: Iterable[Batch]) -> Tensor:
         """Labels that count in the micro-batches of one optimizer step, over all ranks; one all_reduce."""
         labels = [labels_that_count(batch) for batch in batches]
-        prepared = self.registry.in_training if self._model is None else [self._prepared]
-        models = [one.model for one in prepared]
+        prepared = self.registry.in_training if self._model is None else [self.registry.find(self._model)]
+        models = [one.model for one in prepared if one is not None]  # none for an engine of pipelines, or of no section
         is_filler = any(isinstance(one, WholeModel) and one.only_fills_up for one in models)
         counted = 0 if is_filler else sum(part.ne(IGNORE_INDEX).sum() for part in labels)
         return count_items(counted, labels[0].device)
