@@ -254,12 +254,26 @@ def term_of_rank(loss: Tensor, times_ranks: Sequence[Node]) -> str | None:
     todo = [loss.grad_fn]
     while todo:
         node = todo.pop()
-        if makes_scaled(node) or any(node is one for one in times_ranks) or may_be_of_parameters(node):
+        if _is_weighed(node, times_ranks) or may_be_of_parameters(node):
             continue
         if node.name() not in LINEAR:
             return node.name()
         todo += [below for below, _ in node.next_functions if below is not None]
     return None
+
+
+def _is_weighed(node: Node, times_ranks: Sequence[Node]) -> bool:
+    """Whether all that a result is made of was weighed, as where a stack of losses is added up."""
+    todo, seen = [node], set[Node]()
+    while todo:
+        one = todo.pop()
+        if one in seen or makes_scaled(one) or any(one is other for other in times_ranks):
+            continue
+        if not one.next_functions:
+            return False
+        seen.add(one)
+        todo += [below for below, _ in one.next_functions if below is not None]
+    return True
 
 
 def _two_units(name: str, counts: Sequence[float], unit: str) -> str:
