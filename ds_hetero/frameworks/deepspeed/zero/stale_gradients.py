@@ -58,6 +58,7 @@ class _Freshness:
         self._fresh: dict[int, ZeroParameter] = {}  # with a gradient of the step that runs, by ds_id
         self._stale: dict[int, ZeroParameter] = {}  # with one of a step before
         self._reached: set[int] = set()  # by the backward that runs
+        self._given: set[int] = set()  # by a backward of the last micro-batch, of which a script may run several
         # Whether the release has the function that gives an offloaded optimizer a gradient.
         self._can_give = optimizer.offload_optimizer and hasattr(optimizer, _GIVE)
         self._partition = optimizer.partition_grads
@@ -73,6 +74,8 @@ class _Freshness:
             self._fresh[param.ds_id] = param
             self._reached.add(param.ds_id)
             self._stale.pop(param.ds_id, None)
+        if self._optimizer.offload_optimizer and self._optimizer.is_gradient_accumulation_boundary():
+            self._given.update(param.ds_id for param in params)
         return self._partition(params, shards)
 
     def _clear(self) -> None:
@@ -86,8 +89,10 @@ class _Freshness:
         missed = [param for ds_id, param in self._fresh.items() if ds_id not in self._reached]
         self._stale, self._reached = {}, set()
         missed = missed if optimizer.offload_optimizer and optimizer.is_gradient_accumulation_boundary() else []
-        if missed and not self._can_give:
-            raise StepError(self._not_given(missed))
+        if not self._can_give:
+            if left_out := [param for param in missed if param.ds_id not in self._given]:
+                raise StepError(self._not_given(left_out))
+            missed = []
         if not stale and not missed:
             return
         with get_accelerator().stream(optimizer.reduce_and_partition_stream), torch.no_grad():
@@ -143,4 +148,4 @@ class _Freshness:
     def _age(self) -> None:
         """What has been fresh is of a step before from here on."""
         self._stale |= self._fresh
-        self._fresh = {}
+        self._fresh, self._given = {}, set()
