@@ -72,9 +72,12 @@ class UnlikeLosses:
         Collectives: one `on_all_ranks`; see `WholeModel.probe_again`.
 
         Raises:
-            ConfigError: what the loss is divided by is not known; see `weigh_terms`; on every rank.
+            ConfigError: what the loss is divided by is not known; see `weigh_terms`; on every rank. The section
+                declares what it is a mean over, and a term of it was divided by ``num_items``.
             ModelError: samples see each other, or buffers follow them; on every rank.
         """
+        if self._model.is_declared and self._model.times_ranks:
+            raise ConfigError(_weighed_twice(str(self._model.loss_convention)))
         terms, of_ranks = self._read(loss, batch)
         if self._is_declared_alone(of_ranks):
             unit = self._model.loss_convention
@@ -85,7 +88,7 @@ class UnlikeLosses:
             self._weighed_by_step.clear()
         factors = [
             self._factor_of_step(term.path, weight, of_ranks, batch, divisor)
-            for term, weight in zip(terms.terms, self._weights(of_ranks), strict=True)
+            for term, weight in zip(terms.terms, self._weights(of_ranks, _items_of_script(of_ranks)), strict=True)
         ]
         self._releases += on_nodes(terms, factors)
         return shown_loss(loss, 1.0)
@@ -274,6 +277,19 @@ def _is_weighed(node: Node, times_ranks: Sequence[Node]) -> bool:
         seen.add(one)
         todo += [below for below, _ in one.next_functions if below is not None]
     return True
+
+
+def _items_of_script(of_ranks: Sequence[RankLoss]) -> float | None:
+    """The ``num_items`` that `Handle.mean` was given for a term: it divides by them, then multiplies by the ranks."""
+    of_means = [term for one in of_ranks for term in one.terms if term.extra != 1 and term.divisors]
+    return of_means[0].divisors[-1] if of_means else None
+
+
+def _weighed_twice(unit: str) -> str:
+    return (
+        f'"{SECTION}.loss" is "{unit}", by which the whole loss is weighed, and a term of it is of handle.mean with '
+        "num_items, which weighs the term already. Leave num_items out of handle.mean, or leave the key out."
+    )
 
 
 def _two_units(name: str, counts: Sequence[float], unit: str) -> str:

@@ -6,12 +6,19 @@ Budget: 5 s.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_hetero.engine.unlike_losses import term_of_rank
+from ds_hetero.engine.unlike_losses import UnlikeLosses, _items_of_script, term_of_rank
+from ds_hetero.errors import ConfigError
+from ds_hetero.runtime.data.loss_graph import read_terms
+from ds_hetero.runtime.data.loss_units import UnitCounts
+from ds_hetero.runtime.data.loss_weights import RankLoss, weigh_terms
+from ds_hetero.runtime.data.probe_pace import ProbeTimes
 from ds_hetero.runtime.loss import scaled_loss
 
 MODEL = nn.Linear(4, 3)
@@ -46,3 +53,35 @@ def test_what_is_made_of_weighed_losses_and_of_parameters_is_right(name: str) ->
 @pytest.mark.parametrize("name", OF_A_RANK)
 def test_a_term_of_the_samples_of_a_rank_is_named(name: str) -> None:
     assert _found(OF_A_RANK[name]) == name
+
+
+def _read(samples: int, items: float, beside: bool) -> RankLoss:
+    """The loss of a rank with so many samples: a term of handle.mean with ``num_items``, a mean ``beside`` it."""
+    outputs = MODEL(torch.ones(samples, 4))
+    term = outputs.square().sum() / items * 2
+    assert term.grad_fn is not None
+    loss = 0.1 * term + (outputs.square().mean() if beside else 0.0)
+    terms = read_terms(loss, samples, [term.grad_fn])
+    counts = UnitCounts(samples, samples, samples)
+    return RankLoss([*terms.terms], terms.problem, samples, counts, [[] for _ in terms.terms], {}, False, None, TIMES)
+
+
+TIMES = ProbeTimes(0.0, 0.0)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_term_by_num_items_needs_no_loss_by_num_items_beside_it(beside: bool) -> None:
+    of_ranks = [_read(3, 28.0, beside), _read(1, 28.0, beside)]
+    assert _items_of_script(of_ranks) == 28
+    weights = weigh_terms(of_ranks, 0, "Model", {}, _items_of_script(of_ranks))
+    assert [(one.kind, one.factor) for one in weights if one.kind != "mean"] == [("items", 1.0)]
+    assert [one.factor for one in weights if one.kind == "mean"] == [1.5] * beside
+
+
+def test_a_term_by_num_items_under_a_declared_unit_is_refused() -> None:
+    """Weighed by the samples of the rank once more, it would be too large on some ranks, and too small on others."""
+    term = MODEL(torch.ones(3, 4)).sum()
+    model: Any = SimpleNamespace(is_declared=True, loss_convention="sample_mean", times_ranks=[term.grad_fn])
+    batch: Any = None
+    with pytest.raises(ConfigError, match="Leave num_items out of handle"):
+        UnlikeLosses(model).weigh(term, batch, 1)
