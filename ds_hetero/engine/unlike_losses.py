@@ -28,6 +28,7 @@ from ds_hetero.errors import ConfigError
 from ds_hetero.runtime.collectives import on_all_ranks
 from ds_hetero.runtime.data.loss_graph import (
     LINEAR,
+    LINEAR_OF_SCALARS,
     LossTerms,
     may_be_of_parameters,
     no_nans,
@@ -259,24 +260,37 @@ def term_of_rank(loss: Tensor, times_ranks: Sequence[Node]) -> str | None:
         node = todo.pop()
         if _is_weighed(node, times_ranks) or may_be_of_parameters(node):
             continue
-        if node.name() not in LINEAR:
+        if node.name() not in LINEAR or _multiplies_samples(node):
             return node.name()
         todo += [below for below, _ in node.next_functions if below is not None]
     return None
 
 
 def _is_weighed(node: Node, times_ranks: Sequence[Node]) -> bool:
-    """Whether all that a result is made of was weighed, as where a stack of losses is added up."""
+    """Whether a result is a sum of weighed losses times numbers, as where a stack of losses is added up.
+
+    The square of a weighed loss is none: ranks add up their parts, and squares of parts are not the square of the sum.
+    """
     todo, seen = [node], set[Node]()
     while todo:
         one = todo.pop()
         if one in seen or makes_scaled(one) or any(one is other for other in times_ranks):
             continue
-        if not one.next_functions:
+        below = [following for following, _ in one.next_functions if following is not None]
+        if not below or one.name() not in LINEAR_OF_SCALARS or _multiplies_samples(one):
             return False
         seen.add(one)
-        todo += [below for below, _ in one.next_functions if below is not None]
+        todo += below
     return True
+
+
+def _multiplies_samples(node: Node) -> bool:
+    """Whether a product has losses of samples on both sides, or a quotient has one below; numbers have no node."""
+    name = node.name()
+    if not name.startswith(("Mul", "Div")):
+        return False
+    of_samples = [side is not None and not may_be_of_parameters(side) for side, _ in node.next_functions]
+    return all(of_samples) if name.startswith("Mul") and len(of_samples) > 1 else any(of_samples[1:])
 
 
 def _items_of_script(of_ranks: Sequence[RankLoss]) -> float | None:

@@ -53,6 +53,21 @@ SAME_VALUES = frozenset(
 )
 _PRODUCTS = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"})
 LINEAR = _SUMS | SAME_VALUES | _PRODUCTS  # of scalars: sums, and products with numbers
+# What puts scalars together to one, or takes them apart, besides; NaN as a number is a guard.
+_OF_SCALARS = frozenset(
+    {
+        "CatBackward0",
+        "MeanBackward0",
+        "MeanBackward1",
+        "NanToNumBackward0",
+        "SelectBackward0",
+        "SliceBackward0",
+        "StackBackward0",
+        "SumBackward0",
+        "SumBackward1",
+    }
+)
+LINEAR_OF_SCALARS = LINEAR | _OF_SCALARS
 MEANS_OF_ELEMENTS = frozenset(  # with a ``reduction``: 0 none, 1 mean, 2 sum (aten/src/ATen/core/Reduction.h)
     {
         "MseLossBackward0",

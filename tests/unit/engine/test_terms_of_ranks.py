@@ -34,6 +34,10 @@ WEIGHED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 OF_A_RANK: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "MeanBackward0": lambda loss, term, outputs: loss + 0.1 * outputs.square().mean(),
     "SumBackward0": lambda loss, term, outputs: torch.stack([loss, outputs.square().mean()]).sum(),
+    "PowBackward0": lambda loss, term, outputs: loss.square(),
+    "MulBackward0": lambda loss, term, outputs: loss * term,
+    "DivBackward0": lambda loss, term, outputs: 1.0 * term / loss,
+    "ClampBackward1": lambda loss, term, outputs: loss + term.clamp(max=10.0),
     "LogsumexpBackward0": lambda loss, term, outputs: term + loss + outputs.reshape(-1).logsumexp(0),
 }
 
