@@ -207,8 +207,8 @@ def _combined(numbers: Tensor) -> Tensor:
 
 _BY_INDEX = (
     "the loss given to backward weighs the values of tokens, and the weights of the first tokens are the same on ranks "
-    "{}, which hold other places of the sequences. Weights by the index in the part that a rank holds are others than "
-    "one process has: make them of position_ids"
+    "{}, which hold other places of the sequences. If they are made by the index in the part that a rank holds, one "
+    "process has others: make them of position_ids then. Weights that repeat along a sequence are right and look alike"
 )
 _OF_PARTS = (
     "the loss given to backward weighs the values of tokens, and the mean of the weights over a rank's own tokens is 0 "
