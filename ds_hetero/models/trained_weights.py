@@ -66,7 +66,7 @@ def adapter_parameters(model: ModelSpec, rank: int) -> int:
 
 
 def adapter_widths(model: ModelSpec, experts: int = 1) -> tuple[int, int]:
-    """Return sum the widths of the inputs, and of the outputs, of a layer's matmuls with weights.
+    """Return the summed widths of the inputs, and of the outputs, of a layer's matmuls with weights.
 
     Args:
         experts: MLPs that count, 1 of a dense layer.
