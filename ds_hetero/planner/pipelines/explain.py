@@ -141,9 +141,10 @@ def nothing_fits(models: Sequence[StageCosts], at_most_s: float | None) -> str:
         else f"a layer takes {layer_gib:.1f} GiB of model states, {max(missing, 1) * layer_gib:.0f} GiB are missing"
     )
     communicators = option.memory.communicator_bytes(tight == 0, tight == last)
-    beside = f", beside {bytes_text(communicators)} GiB of NCCL's communicators" if communicators else ""
+    # They are in what is needed, and so in what is missing.
+    counted = f"; stage {tight} counts {bytes_text(communicators)} GiB of NCCL's communicators" if communicators else ""
     return (
         f"no plan of {model.name} with sequences of {costs.seq_len} tokens fits on {cluster.num_ranks} devices. A "
         f"pipeline of one stage per device ({devices}) has room for {sum(rooms)} of {model.num_layers} layers; {where}"
-        f"{beside}. What would fit: a smaller model, shorter sequences, or more or larger devices."
+        f"{counted}. What would fit: a smaller model, shorter sequences, or more or larger devices."
     )

@@ -27,7 +27,7 @@ from ds_hetero.cost.terms.communicators import (
 from ds_hetero.cost.terms.grouping import Grouping
 from ds_hetero.cost.workload import Workload
 from ds_hetero.models import load_model
-from ds_hetero.planner.pipelines.explain import memory_text
+from ds_hetero.planner.pipelines.explain import memory_text, nothing_fits
 
 MIB = 2**20
 
@@ -172,6 +172,21 @@ def test_texts_of_what_fits_name_the_part_of_communicators() -> None:
     assert re.fullmatch(r"20\.0 of \d+\.\d GiB a device \(NCCL's communicators \d\.\d\)", text), text
     cpus = cluster_from_dict({"nodes": [{"name": "host", "device": "CPU", "count": 4}]})
     assert "NCCL" not in memory_text(_stage(cpus), 20 * GIB, first=True, last=False)
+
+
+def test_what_is_missing_holds_the_communicators_that_are_named() -> None:
+    """They are a part of what a stage needs beyond its device, not beside it."""
+    cluster = cluster_of("4xA100-SXM-40GB")
+    costs = make_stage_costs("calibrated", cluster, load_model("llama-3.1-70b"), Workload(seq_len=8192))
+    text = nothing_fits([costs], None)
+    found = re.search(r"stage (\d), .* exceeds it by (\d+\.\d) GiB; stage \1 counts (\d+\.\d) GiB of NCCL's", text)
+    assert found is not None, text
+    option = costs.stage(0, 1, "one", 1, 1)
+    assert option is not None
+    communicators = option.memory.communicator_bytes(True, False)
+    without = option.memory_bytes(1, True, False, 1) - communicators - option.capacity_bytes
+    assert float(found[2]) == pytest.approx((without + communicators) / GIB, abs=0.06)
+    assert float(found[3]) == pytest.approx(communicators / GIB, abs=0.06)
 
 
 def test_more_groups_and_ranks_never_need_less_than_one_rank_alone() -> None:
