@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from itertools import chain, combinations
+from itertools import chain, combinations, islice
 from math import ceil, sqrt
 from typing import Any
 
@@ -82,10 +82,10 @@ def _text(link: Link) -> str:
 def _machine_links(cluster: Cluster, first: dict[int, int]) -> list[list[Any]]:
     """Lines between the first ranks of two machines."""
     lines: list[list[Any]] = []
-    for machine, other in combinations(sorted(first), 2):
+    for machine, other in islice(combinations(sorted(first), 2), MAX_DRAWN_LINKS):
         link = cluster.link_classes[int(cluster.link_class[machine, other])]
         lines.append([f"r{first[machine]}", f"r{first[other]}", _text(link), False])
-    return lines[:MAX_DRAWN_LINKS]
+    return lines
 
 
 def _ring(schedule: Schedule, cluster: Cluster, drawn: dict[int, int] | None) -> list[list[Any]]:

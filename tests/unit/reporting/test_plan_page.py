@@ -9,14 +9,17 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ds_hetero.cluster import cluster_to_dict
+from ds_hetero.cluster.topology import Link
 from ds_hetero.reporting.grid import points_of
 from ds_hetero.reporting.html import Page, html_table
 from ds_hetero.reporting.run_file import write_run
+from ds_hetero.reporting.shared_sections import MAX_DRAWN_LINKS, _machine_links
 from tests.reported import SEQ_LEN, TWO_MACHINES, command, described, plan_file, run_of
 
 SECTIONS = [
@@ -32,6 +35,21 @@ SECTIONS = [
     "The plan file",
 ]
 MOST_BYTES = 1_500_000
+
+
+def test_links_between_many_machines_are_looked_at_as_far_as_they_are_drawn() -> None:
+    looked_at: list[tuple[int, int]] = []
+
+    class LinkClass:
+        def __getitem__(self, pair: tuple[int, int]) -> int:
+            looked_at.append(pair)
+            return 0
+
+    link = Link(name="network", bytes_per_s=25e9, latency_s=1e-5)
+    cluster: Any = SimpleNamespace(link_class=LinkClass(), link_classes=(link,))
+    lines = _machine_links(cluster, {machine: 8 * machine for machine in range(512)})
+    assert len(lines) == len(looked_at) == MAX_DRAWN_LINKS
+    assert lines[0] == ["r0", "r8", "25 GB/s", False]
 
 
 def test_a_run_says_which_ranks_went_and_came(capsys: Any, tmp_path: Path) -> None:
