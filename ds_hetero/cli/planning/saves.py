@@ -21,7 +21,7 @@ def shared_memory(cost: CostModel, copies: int) -> JsonDict:
     """
     cluster = cost.cluster
     names = [node.name for node in cluster.nodes]
-    sizes = np.ceil(saved_bytes(cluster, cost.model, cost.workload)).astype(int).tolist()
+    sizes = np.ceil(saved_bytes(cluster, cost.model, cost.workload)).astype(np.int64).tolist()
     parts = []
     for rank, (node, size) in enumerate(zip(cluster.node_of_rank, sizes, strict=True)):
         parts.append(Part(rank=rank, node=names[node], num_bytes=size))
