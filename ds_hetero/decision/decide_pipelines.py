@@ -106,7 +106,8 @@ def global_batch_of(training: TrainingFacts, plan: Plan | None = None) -> int:
     if training.accumulation_steps not in (None, 1):
         raise ConfigError(
             f'"gradient_accumulation_steps" is {training.accumulation_steps}; with pipelines it is 1, since the engine '
-            "is given the batch of a whole optimizer step, and the plan says how many micro-batches that is."
+            "is given the batch of a whole optimizer step, and the plan says how many micro-batches that is. Set it "
+            "to 1, or leave it out."
         )
     written = {}
     if training.train_batch_size is not None:

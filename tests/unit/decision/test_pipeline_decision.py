@@ -44,7 +44,10 @@ def test_the_global_batch_is_what_ds_config_says_of_one_worker(given):
             {"train_batch_size": 8, "micro_batch_size": 2},
             '"train_batch_size" is 8 and "train_micro_batch_size_per_gpu"',
         ),
-        ({"train_batch_size": 8, "accumulation_steps": 4}, '"gradient_accumulation_steps" is 4'),
+        (
+            {"train_batch_size": 8, "accumulation_steps": 4},
+            '"gradient_accumulation_steps" is 4; .* Set it to 1, or leave it out',
+        ),
     ],
 )
 def test_a_batch_that_is_unclear_is_refused(given, expected):
