@@ -102,9 +102,8 @@ def _predicted_replica(cost: CostModel, schedule: Schedule, first_rank: int) -> 
                 call_s = (end_s - begin_s) * layers
                 yield process.span(COMPUTE, PREFIX + call, now_s, now_s + call_s)
                 for layer in range(layers):
-                    offset_s = (
-                        now_s + layer * (end_s - begin_s) - begin_s
-                    )  # from times of the block to those of the step
+                    # From times of the block to those of the step.
+                    offset_s = now_s + layer * (end_s - begin_s) - begin_s
                     if layer >= detailed_layers:
                         yield process.span(COMPUTE, PREFIX + "block", offset_s + begin_s, offset_s + end_s)
                         continue

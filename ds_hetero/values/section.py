@@ -98,9 +98,8 @@ class ElasticSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    every_steps: int | None = Field(
-        default=None, ge=1, le=MAX_STEPS
-    )  # steps between two saves; left out, by their cost
+    # Steps between two saves; left out, by their cost.
+    every_steps: int | None = Field(default=None, ge=1, le=MAX_STEPS)
     copies: int = Field(default=1, ge=0, le=8)  # of every rank's part, on other nodes
     min_ranks: int | None = Field(default=None, ge=1, le=MAX_RANKS)  # with fewer, the job waits; else the launcher's
     memory_gib: float | None = Field(default=None, gt=0, le=2**20, allow_inf_nan=False)
