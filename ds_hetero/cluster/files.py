@@ -441,7 +441,7 @@ def _overrides(data: Any, nodes: Sequence[Node]) -> tuple[tuple[tuple[int, int],
         raise ClusterError(f"links must be a list of {{between: [node, node], ...}}, got {shortened(data)}.")
     indices: dict[str, list[int]] = {}  # by the name of a node, and by that of an entry with ``repeat``
     for i, node in enumerate(nodes):
-        for name in {node.group, node.name}:
+        for name in dict.fromkeys((node.group, node.name)):  # not a set: messages list them, alike on every rank
             indices.setdefault(name, []).append(i)
     table: dict[tuple[int, int], Link] = {}
     entry_of: dict[tuple[int, int], int] = {}

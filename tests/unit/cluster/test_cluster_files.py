@@ -204,6 +204,13 @@ def test_catalogue_has_what_people_own_with_sources():
             {"links": [{"between": ["a", "c"], "bandwidth_gb_per_s": 1}]},
             r"links\[0\].between: there is no node 'c'. The nodes are a, b",
         ),
+        (
+            {
+                "nodes": [{"name": name, "device": "T4", "repeat": 2} for name in ("racks", "more", "z")],
+                "links": [{"between": ["racks", "c"], "bandwidth_gb_per_s": 1}],
+            },
+            "The nodes are racks, racks-0, racks-1, more, more-0, more-1, z, z-0, z-1",
+        ),
         ({"links": [{"between": ["a", "a"], "bandwidth_gb_per_s": 1}]}, "names 'a' twice, which is one node"),
         ({"links": [{"between": ["a"], "bandwidth_gb_per_s": 1}]}, "must name two nodes"),
         (
