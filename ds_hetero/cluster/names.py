@@ -176,6 +176,6 @@ def _nearest(model: str) -> list[str]:
 
 
 def _similarity(model: str, spelling: str) -> float:
-    """Similarity of two spellings, at least 0.9 if one begins with the other: people leave the end of names out."""
+    """Similarity of two spellings, at least 0.9 if the spelling begins with the model: people leave ends out."""
     begins = bool(model) and spelling.startswith(model)
     return max(SequenceMatcher(None, model, spelling, autojunk=False).ratio(), 0.9 * begins)

@@ -70,7 +70,7 @@ def balanced_batches(total: int, s_per_sample: Sequence[float], most: Sequence[i
     """Return the samples of every rank with which the slowest rank takes the least time; each rank gets at least one.
 
     Samples are given out one by one, to the rank that would finish with it first. That is the optimum: any other choice
-    ends later. With 1 s and 2 s per sample, 5 samples become 3 and 2 (3 s and 4 s).
+    ends no earlier. With 1 s and 2 s per sample, 6 samples become 4 and 2 (4 s each).
 
     Args:
         s_per_sample: seconds per sample on every rank.

@@ -44,7 +44,7 @@ def measured_speeds(
 def snapped_speeds(devices: Sequence[DeviceSpec], speeds: Sequence[float], error: float) -> list[float]:
     """Speeds of equal devices made equal where they differ by noise only, which keeps the search small and exact.
 
-    Four equal devices at 0.99, 1.0, 1.01 and 0.5 become three of 1.0, their geometric mean, and one of 0.5.
+    Four equal devices at 0.995, 1.0, 1.005 and 0.5 become three of 1.0, their geometric mean, and one of 0.5.
 
     Args:
         error: relative standard error of the speeds.

@@ -30,6 +30,7 @@ def test_by_speed_begins_by_the_memory_of_unlike_devices() -> None:
 
 
 def test_samples_are_dealt_out_by_speed_and_room() -> None:
+    assert balanced_batches(6, [1.0, 2.0], [6, 6]) == (4, 2)  # the example of its docstring
     assert balanced_batches(8, [1.0, 3.0], [8, 8]) == (6, 2)
     assert balanced_batches(8, [1.0, 3.0], [5, 8]) == (5, 3)
     assert balanced_batches(9, [1.0, 1.0, 50.0], [9, 9, 9]) == (4, 4, 1)
