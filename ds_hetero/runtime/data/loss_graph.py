@@ -422,11 +422,8 @@ def _of_parameters(node: Node, constants: list[float] | None = None) -> bool:
             continue
         seen.add(one)
         if one.name() == _LEAF:
-            if hasattr(one.variable, "ds_id") and not one.variable.numel():
-                raise _Unreadable(
-                    "has a term of parameters that ZeRO-3 has partitioned; make it in the forward of their module, or "
-                    "inside deepspeed.zero.GatheredParameters"
-                )
+            if _is_partitioned(one):
+                raise _Unreadable(_PARTITIONED)
             continue
         for following in _operands(one):
             if following is not None:
@@ -446,7 +443,11 @@ def _of_parameters(node: Node, constants: list[float] | None = None) -> bool:
 
 
 def _has_operations_of_parameters(node: Node) -> bool:
-    """Whether all operations below a result are such as lead to parameters; reads nothing that nodes keep."""
+    """Whether all operations below a result are such as lead to parameters; reads nothing that nodes keep.
+
+    Raises:
+        _Unreadable: parameters that ZeRO-3 has partitioned are among them, read outside of their module's forward.
+    """
     todo: list[Node] = [node]
     seen: set[Node] = set()
     while todo:
@@ -458,8 +459,23 @@ def _has_operations_of_parameters(node: Node) -> bool:
             return False
         if one.name() == "MmBackward0" and None in _operands(one):  # a product with data
             return False
+        # Parameters are partitioned again after the forward of their module. Those that the script itself has read had
+        # no elements there, and neither has what it made of them, beside samples or not.
+        if _shape(one) == (0,) and any(map(_is_partitioned, _below(one))):
+            raise _Unreadable(_PARTITIONED)
         todo += _below(one)
     return True
+
+
+_PARTITIONED = (
+    "has a term of parameters that ZeRO-3 has partitioned; make it in the forward of their module, or inside "
+    "deepspeed.zero.GatheredParameters"
+)
+
+
+def _is_partitioned(node: Any) -> bool:
+    """Whether a node is a parameter whose elements ZeRO-3 has on other ranks, too."""
+    return node.name() == _LEAF and hasattr(node.variable, "ds_id") and not node.variable.numel()
 
 
 def _operands(node: Node) -> list[Node | None]:
