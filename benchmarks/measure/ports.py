@@ -18,7 +18,7 @@ def free_port() -> int:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not matter
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind(("", port))  # as torch's store does: a listener on any address of this host is in its way
             except OSError:
                 continue
             return port
