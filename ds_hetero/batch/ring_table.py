@@ -182,7 +182,7 @@ class RingTable:
         )
 
     def columns(self, source: int) -> tuple[Range, ...]:
-        """Local keys of ``source`` that travel, those that some other group needs: ascending, with gaps between."""
+        """Local keys of ``source`` that travel because other groups need them: ascending ranges, with gaps."""
         return self._columns[source]
 
     def reads(self, position: int, source: int) -> bool:
@@ -201,7 +201,7 @@ class RingTable:
         return self._routes.steps
 
     def forward_source(self, position: int, step: int) -> int | None:
-        """Ring position whose KV ``position`` works on in a forward step: its own first; None where nobody's."""
+        """Ring position whose KV ``position`` works on in a forward step, its own first; None if on none."""
         return self._routes.source_at(position, step)
 
     def kept(self, position: int) -> int | None:
@@ -247,7 +247,7 @@ class RingTable:
 
     @cached_property
     def _travels(self) -> tuple[tuple[set[int], ...], tuple[tuple[Range, ...], ...]]:
-        """By source: the positions that need some of its keys, and the keys that travel."""
+        """Positions that need keys of a source, and the keys that travel, both by source."""
         readers: tuple[set[int], ...] = tuple(set() for _ in range(self.size))
         columns: tuple[list[Range], ...] = tuple([] for _ in range(self.size))
         for pieces in self._pieces:
@@ -273,7 +273,7 @@ class RingTable:
             columns[source].extend(_clipped(pieces, 0, reach[furthest_other]))
 
     def _add_windows(self, parts: _Pieces, readers: Sequence[set[int]], columns: Sequence[list[Range]]) -> None:
-        """The same where a query sees the ``window`` last tokens only."""
+        """Add what travels of one document where a query sees the last ``window`` tokens only."""
         assert self.window is not None
         for reader, queries in parts.items():
             for source, keys in parts.items():
@@ -305,7 +305,7 @@ def _clipped(pieces: Sequence[_Piece], first: int, last: int) -> Iterator[Range]
 
 
 def _joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """The union of ``ranges``: ascending, those that touch or overlap made one."""
+    """The union of ``ranges``, ascending; ranges that touch or overlap become one."""
     union: list[Range] = []
     for start, stop in sorted(ranges):
         if union and start <= union[-1][1]:

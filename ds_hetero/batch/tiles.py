@@ -39,7 +39,7 @@ class Band(NamedTuple):
         return (first if self.lo is None else max(self.lo, first), last if self.hi is None else min(self.hi, last))
 
     def window(self, num_queries: int, num_keys: int) -> tuple[int, int]:
-        """(left, right) as flash-attention counts them: from the diagonal that ends in the last corner.
+        """``window_size`` of flash-attention, (left, right), whose diagonal ends in the last query and the last key.
 
         With c = num_keys - num_queries, query i sees keys ``i + c - left`` to ``i + c + right``, and -1 is no bound.
         Otherwise neither is negative, as the last query sees a key and some query sees the last key.
@@ -176,7 +176,7 @@ def _staircase(row: int, col: int, side: int, edge: Band, first: bool, leaf: int
 
 
 def _levels(row: int, col: int, side: int, edge: Band, first: bool, leaf: int) -> Iterator[Tile]:
-    """The same in one call per size: leaves, then rectangles of 1, 2, 4 ... leaves, each with a shorter last one.
+    """The triangle in one call per size: leaves, then rectangles of 1, 2, 4 ... leaves, each with a shorter last one.
 
     A causal square of 4 leaves: 4 leaves on the diagonal; 2 rectangles of one leaf, at rows 1 and 3; one of 2 x 2
     leaves, at row 2. Every 2 x ``size`` rows of the diagonal have one rectangle of ``size``.

@@ -125,7 +125,10 @@ class Scenario(PlanScenario):
         """Cost model for placing documents. Raises `PlanError`: it is not the calibrated one; or see `cost`."""
         cost = self.cost
         if not isinstance(cost, CalibratedCostModel):
-            raise PlanError(f"documents are placed under the calibrated cost model, not the {cost.name} one.")
+            raise PlanError(
+                f"documents are placed under the calibrated cost model, not the {cost.name} one. "
+                "Leave --cost-model out."
+            )
         return cost
 
     def stage_costs(self, cluster: Cluster | None = None) -> StageCosts:

@@ -45,7 +45,9 @@ def _device_named(card: str, names: tuple[str, ...]) -> str:
     meant = card_named(card)
     matches = [name for name in (meant.name, *meant.others) if name in names]
     if len(matches) != 1 and meant.name not in names:
-        raise ClusterError(f"--price: {shortened(card)} is none of the cluster's devices: {listed(names)}.")
+        raise ClusterError(
+            f"--price: {shortened(card)} is not a device of the cluster, which has {listed(names)}. Name one of them."
+        )
     return matches[0]
 
 

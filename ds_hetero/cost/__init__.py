@@ -26,7 +26,7 @@ COST_MODELS = ("calibrated", "published")
 
 
 def make_cost_model(name: str, cluster: Cluster, model: ModelSpec, workload: Workload) -> CostModel:
-    """The cost model ``"calibrated"`` or ``"published"``. Raises `PlanError`: unknown, or not for this model."""
+    """Make the cost model ``"calibrated"`` or ``"published"``. Raises `PlanError`: unknown, or not for this model."""
     if name not in COST_MODELS:
         raise PlanError(f"cost model {shortened(name)} is unknown; it is one of {', '.join(COST_MODELS)}.")
     if workload.adapter_rank and (name != "calibrated" or model.recurrent is not None):
@@ -35,7 +35,9 @@ def make_cost_model(name: str, cluster: Cluster, model: ModelSpec, workload: Wor
     if name == "calibrated":
         return CalibratedCostModel(cluster, model, workload)
     if model.recurrent is not None:
-        raise PlanError(f"HexiSeq's equations have no layers that carry a state, as {model.name} has: use calibrated.")
+        raise PlanError(
+            f"HexiSeq's equations have no layers that carry a state, as {model.name} has. Use --cost-model calibrated."
+        )
     from ds_hetero.cost.published import PublishedCostModel
 
     return PublishedCostModel(cluster, model, workload)

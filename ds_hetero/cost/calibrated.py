@@ -109,7 +109,7 @@ class CalibratedCostModel(CostModel):
         return self._block_s(self._with_recurrence(attention_B, grouping, tokens_BD))
 
     def block_s_below(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_B: Floats) -> Floats:
-        """The same, or infinity where no order of the groups would take less than ``below_B``.
+        """`block_s_many` where some order of the groups can take less than ``below_B``, elsewhere infinity.
 
         What ranks compute rules most assignments out, and exchanges most of the rest: few go through the ring, which
         is the longest part of an evaluation.
@@ -240,7 +240,7 @@ class CalibratedCostModel(CostModel):
         )
 
     def _slowest_beside(self) -> str:
-        """Name of the longest of those that run beside the passes."""
+        """Name of the longest term that runs beside the passes."""
         host_s = sum(count.repeats * each for count, each in zip(self._block.passes, self._host_s, strict=True))
         return "ZeRO traffic" if 2 * self._gather_s + self._reduce_s >= host_s else "the host's launches"
 

@@ -97,7 +97,7 @@ def _phases(block: BlockPasses) -> tuple[str, ...]:
 
 
 def slowest_peer(cluster: Cluster, rank: int, ranks: Ints) -> int:
-    """With whom of ``ranks`` a rank exchanges most slowly."""
+    """The rank of ``ranks`` with which a rank exchanges most slowly."""
     others = ranks[ranks != rank]
     node = cluster.node_of_rank
     return int(others[cluster.node_all_to_all_s_per_byte[node[rank], node[others]].argmax()])

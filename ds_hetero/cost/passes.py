@@ -79,7 +79,7 @@ class Compute(NamedTuple):
     contiguous_causal: bool  # whether a group computes less of some blocks than of others
 
     def take(self, rows: Ints) -> Compute:
-        """Of some assignments."""
+        """The computation of some of the assignments."""
         return Compute._make(each if isinstance(each, bool) else each.take(rows, axis=-2) for each in self)
 
     def least_s(self, exchange_BK: Floats | float) -> Floats:
@@ -195,7 +195,7 @@ class BlockPasses:
         )
 
     def assigned(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints) -> AssignedWork:
-        """The same with its transfers."""
+        """The work of assignments with its exchanges and its transfers."""
         work = self.work(grouping, tokens_BD, heads_BD)
         return self.with_transfers(work, self.exchange_s(work))
 

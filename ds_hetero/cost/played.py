@@ -131,7 +131,7 @@ def play(events: Sequence[Sequence[Event]], cluster: Cluster, host_share: float 
 
 
 class _Rates(NamedTuple):
-    """Of one device."""
+    """Rates of one device."""
 
     s_per_flop: float
     half_tokens: float
@@ -146,7 +146,7 @@ class _Rates(NamedTuple):
     is_host: bool
 
     def seconds(self, operation: Operation) -> float:
-        """Of one operation on the device."""
+        """Time of one operation on the device."""
         fixed_s = self.launch_s if self.is_host else 0.0
         moved_s = operation.num_bytes * self.s_per_byte
         if operation.kind == MEMORY:
@@ -161,7 +161,7 @@ class _Rates(NamedTuple):
 
 
 def _rates(cluster: Cluster, head_dim: int, host_share: float) -> list[_Rates]:
-    """By rank."""
+    """Rates of every rank."""
     achieved = AchievedRates.of(cluster, causal=True, head_dim=head_dim)
     found = []
     for rank, device in enumerate(cluster.devices):

@@ -70,7 +70,10 @@ def is_of_pipelines(plan: Plan | None, section: HeterogeneitySection) -> bool:
 def _checked_pipelines(plan: Plan, name: str, world_size: int) -> Plan:
     """Return a plan of pipelines with layers at every stage. Raises `PlanError`: it cannot be run by this job."""
     if plan.ranks[-1] >= world_size:
-        raise PlanError(f"{name}: the plan has ranks up to {plan.ranks[-1]}, the job has {world_size} processes.")
+        raise PlanError(
+            f"{name}: the plan has ranks up to {plan.ranks[-1]}, "
+            f"the job has {world_size} processes. Launch as many as the plan needs, or plan for this job."
+        )
     plan = plan.with_layers()
     lacks_layers = any(stage.layers is None for pipeline in plan.pipelines for stage in pipeline.stages)
     if plan.batch_split is None or lacks_layers:

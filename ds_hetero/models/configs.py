@@ -108,7 +108,7 @@ def _head_sizes(config: JsonObject, heads: str, hidden: str, name: str) -> tuple
     if config.get("head_dim") is not None:
         head_dim = whole_value(config, "head_dim", name)
     elif hidden_size % num_heads:
-        raise ModelError(f"{name}: {hidden}={hidden_size} is not a multiple of {heads}={num_heads}; give head_dim.")
+        raise ModelError(f"{name}: {hidden}={hidden_size} is not a multiple of {heads}={num_heads}. Give head_dim.")
     else:
         head_dim = hidden_size // num_heads
     if num_heads % num_kv_heads:

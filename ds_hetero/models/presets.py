@@ -24,7 +24,7 @@ def load_model(source: str | Path | JsonObject) -> ModelSpec:
     """Return a model by its config.json, a folder with one, a preset's name, or the configuration itself.
 
     Raises:
-        ModelError: there is no such model, or its configuration is wrong or cannot be planned.
+        ModelError: the model is unknown, or its configuration is wrong or cannot be planned.
     """
     if isinstance(source, Mapping):
         model_type = source.get("model_type")

@@ -36,9 +36,7 @@ def recurrent_layers_of(config: JsonObject, num_layers: int, name: str) -> Recur
         )
     kinds = _kinds(config, num_layers, name)
     if not any(kind in _ATTENTION + _BOTH for kind in kinds):
-        raise ModelError(
-            f"{name}: no layer has attention, whose heads a schedule cuts; such a model cannot be planned."
-        )
+        raise ModelError(f"{name}: no layer has attention, and a schedule cuts heads of attention. Plan another model.")
     return RecurrentLayers(
         num_layers=sum(kind in _RECURRENT + _BOTH for kind in kinds),
         num_attention_layers=sum(kind in _ATTENTION + _BOTH for kind in kinds),

@@ -94,7 +94,9 @@ def check_workload(cluster: Cluster, workload: Workload) -> None:
     """Refuse numbers that make no sense before anything is computed. Raises `PlanError`: the field and its value."""
     weights = workload.zero_weights
     if weights is not None and len(weights) != cluster.num_ranks:
-        raise PlanError(f"zero_weights has {len(weights)} entries, the cluster {cluster.num_ranks} ranks.")
+        raise PlanError(
+            f"zero_weights has {len(weights)} entries, the cluster {cluster.num_ranks} ranks. Give one weight per rank."
+        )
     if workload.seq_len < cluster.num_ranks:
         raise PlanError(
             f"{cluster.num_ranks} ranks cannot share a sequence of {workload.seq_len} tokens. "

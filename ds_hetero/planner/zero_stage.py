@@ -21,7 +21,7 @@ class OtherStage:
 
     @property
     def name(self) -> str:
-        """With the key of the section that it needs."""
+        """Name of the stage, with the key of the section that it needs."""
         return f"{self.stage}" + (' with shards inside nodes ("zero_within": "node")' if self.within else "")
 
     def to_dict(self) -> JsonDict:

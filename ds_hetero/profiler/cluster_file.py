@@ -194,7 +194,7 @@ def _layers_s(sample: JsonObject) -> float:
 
 
 def _medians(kind: Callable[..., Sample], samples_by_rank: Sequence[Sequence[Sequence[float]]]) -> list[Sample]:
-    """Samples of the medians over ranks; fields that are no times are the same on all of them."""
+    """Samples of the medians over ranks; fields that are not times are the same on all ranks."""
 
     def median_of(values: Sequence[float]) -> float:
         return values[0] if len(set(values)) == 1 else median(values)
@@ -323,7 +323,7 @@ def _all_to_all(name: str, members: Sequence[int], samples: Samples, ports: Sequ
 
 
 def _bandwidth(fit: TransferFit) -> float:
-    """In GB/s; timings that hardly grow with the size would give any number."""
+    """Bandwidth of a fit in GB/s, within bounds: timings that hardly grow with the size would give any number."""
     return _within(fit.bytes_per_s / GB, POSITIVE)
 
 

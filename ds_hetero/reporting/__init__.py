@@ -1,1 +1,1 @@
-"""For people to look at: a plan with its scenario, the record of a run, the page and the trace of both."""
+"""Files for people: a plan with its scenario, the record of a run, the page and the trace of both."""

@@ -100,7 +100,7 @@ class Page:
         self._grid: JsonObject | None = None
 
     def section(self, title: str, *parts: Any) -> None:
-        """Add a section; parts that are no `Markup` are paragraphs."""
+        """Add a section; parts that are plain text become paragraphs."""
         number = len(self._sections) + 1
         body = "".join(part if isinstance(part, Markup) else paragraph(part) for part in parts)
         self._sections.append((f"section-{number}", title, body))

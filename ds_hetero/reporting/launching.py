@@ -46,7 +46,10 @@ class JobLaunch:
     def check(self) -> None:
         """Refuse values that launchers do not take. Raises `PlanError`: names the option, its value and the rule."""
         if len(self.hosts) != len(self.slots):
-            raise PlanError(f"--hosts names {len(self.hosts)} hosts, and the plan is for {len(self.slots)} nodes.")
+            raise PlanError(
+                f"--hosts names {len(self.hosts)} hosts, "
+                f"and the plan is for {len(self.slots)} nodes. Give one name per node."
+            )
         for host in self.hosts:
             if not _HOST.fullmatch(host):
                 raise PlanError(f"host {shortened(host)}: give names or IPv4 addresses, as ssh takes them, by --hosts.")
@@ -55,7 +58,7 @@ class JobLaunch:
         if not 0 < self.port < 2**16:
             raise PlanError(f"--port {self.port} is not a port number; these are 1 to 65535.")
         if not self.command.strip() or "\n" in self.command:
-            raise PlanError("--command is the script and its arguments, in one line.")
+            raise PlanError("--command is the script and its arguments, in one line. Give both, without line breaks.")
         if self.interface is not None and not re.fullmatch(r"[^\s'\"$`\\/]{1,64}", self.interface):
             raise PlanError(
                 f"--interface {shortened(self.interface)} is not the name of a network interface, such as eth0."

@@ -51,7 +51,7 @@ def measured_row(
 
     Args:
         run: of one kind of card, with one uniform schedule for all replicas.
-        attention: kernel that it ran, of `ATTENTION`; None where nobody says it.
+        attention: kernel that it ran, of `ATTENTION`; None if unknown.
         optimizer: of `OPTIMIZERS`; None for the only one with as many bytes of state.
         source: who measured it.
 
@@ -105,13 +105,15 @@ def _uniform(run: RunFile) -> tuple[PlanScenario, Schedule]:
             f"a row is of one kind of card, the run had {', '.join(sorted(names))}. Measure each kind alone."
         )
     if not run.plan.is_replicas:
-        raise PlanError("a row is of sequence-parallel replicas, the run had pipelines of stages.")
+        raise PlanError(
+            "a row is of sequence-parallel replicas, the run had pipelines of stages. Measure without pipelines."
+        )
     if run.changes:
-        raise PlanError('the schedule changed during the run. Measure with "replan" off.')
+        raise PlanError('the schedule changed during the run, and a row is of one schedule. Measure with "replan" off.')
     first = run.plan.schedules[0].shifted(0)
     batches = {(each.micro_batch_size, each.micro_batches) for each in run.plan.pipelines}
     if len(batches) > 1 or any(schedule.shifted(0) != first for schedule in run.plan.schedules):
-        raise PlanError("a row is of equal replicas, those of the run differ. Measure one of them alone.")
+        raise PlanError("a row is of equal replicas, but the replicas of the run differ. Measure one of them alone.")
     return run.scenario, first
 
 
@@ -123,7 +125,9 @@ def _degrees(schedule: Schedule) -> tuple[int, int]:
     except PlanError:
         uniform = None
     if uniform is None or _shares(uniform) != _shares(schedule):
-        raise PlanError('a row is of a uniform schedule, the run had another one. Run "ulysses", "ring" or "usp".')
+        raise PlanError(
+            'a row is of a uniform schedule, but the run had another one. Run it with "ulysses", "ring" or "usp".'
+        )
     return ranks // groups, groups
 
 
@@ -270,5 +274,8 @@ def _rates(report: JsonObject) -> dict[tuple[str, str, str], list[float]]:
 def _card_of(rank: JsonObject) -> str:
     name = catalogue_name(rank["device"], int(rank["memory_gib"] * GIB))
     if name is None:
-        raise PlanError(f"a row is of a card of the catalogue, the self-test ran on {shortened(rank['device'])}.")
+        raise PlanError(
+            "a row is of a card of the catalogue, "
+            f"the self-test ran on {shortened(rank['device'])}. Run it on such a card."
+        )
     return name

@@ -151,7 +151,10 @@ def read_run(path: str | Path) -> RunFile:
             f'{path} is not a run file: "format" is not "{FORMAT}". A job writes one with "report" in its section.'
         )
     if data.get("version") != VERSION or isinstance(data["version"], bool):
-        raise PlanError(f"run file version {shortened(data.get('version'))} is unknown; this release reads {VERSION}.")
+        raise PlanError(
+            f"run file version {shortened(data.get('version'))} is unknown; this release reads {VERSION}. "
+            "Run the job again with this release."
+        )
     try:
         return _read(data)
     except KeyError as error:
@@ -166,12 +169,16 @@ def _read(data: JsonObject) -> RunFile:
     plan = read_plan(data["plan"])
     if data["digest"] != plan_digest(plan):
         raise PlanError(
-            f'"digest" of the run file is {shortened(data["digest"])}, and its plan has {plan_digest(plan)}.'
+            f'"digest" of the run file is {shortened(data["digest"])}, and its plan has {plan_digest(plan)}. '
+            "Give the file as the job wrote it, or run the job again."
         )
     trace, step = data["trace"]["ranks"], data["trace"]["step"]
     ranks = tuple(_read_rank(rank) for rank in data["ranks"])
     if len(ranks) < len(plan.ranks):
-        raise PlanError(f'"ranks" of the run file has {len(ranks)} entries, its plan has {len(plan.ranks)} ranks.')
+        raise PlanError(
+            f'"ranks" of the run file has {len(ranks)} entries, '
+            f"its plan has {len(plan.ranks)} ranks. Give the file as the job wrote it."
+        )
     scenario, predicted_s = data["scenario"], data["predicted_s"]
     return RunFile(
         plan=plan,

@@ -1,6 +1,6 @@
 """Sections of the page that schedules and pipelines share: ranks with their links, costs and launch, and a run.
 
-A chart or a table shows every rank after a run, else one of those that do the same.
+After a run a chart or a table shows every rank, otherwise one of the ranks that do the same.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class RankRow:
 
 
 def rank_rows(cost: CostModel, schedule: Schedule, each: bool) -> list[RankRow]:
-    """Rows of a replica's ranks, at most `MAX_ROWS`; ``each`` has one of its own, as measured ranks differ."""
+    """Rows of a replica's ranks, at most `MAX_ROWS`; with ``each`` one per rank, since measured ranks differ."""
     tokens, heads, position = schedule.tokens(cost.workload.seq_len), heads_of(schedule), _position_of(schedule)
     alike: dict[Any, list[int]] = {}
     for rank in schedule.ranks:
@@ -251,7 +251,7 @@ def _time_text(seconds: float) -> str:
 
 
 def _moment_text(written: str) -> str:
-    """A moment to the minute, as people write it; what is no moment stays as it is."""
+    """Date and time to the minute, as people write it; other text is returned unchanged."""
     try:
         return f"{datetime.fromisoformat(written).astimezone(timezone.utc):%Y-%m-%d %H:%M} UTC"
     except ValueError:

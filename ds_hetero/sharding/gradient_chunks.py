@@ -2,7 +2,7 @@
 
 HexiScale (arXiv:2409.01143, asymmetric gradient synchronization) lets every pipeline cut a layer for itself: one rank
 holds all of it, two others a half each. Their cuts and that of the ZeRO owners have a common refinement, whose pieces
-each lie within one part of everybody. Such a chunk is summed over one holder per replica and nobody else, so nothing is
+each lie within one part of every cut. Such a chunk is summed over one holder per replica alone, so that nothing is
 sent twice: as many bytes as if all replicas cut alike.
 
 A cut along a dimension is a strided range of memory, a cut of the flat elements is not one of any dimension. Both are
@@ -208,7 +208,7 @@ def fit_owner_weights(
     holds.
 
     Args:
-        layouts: of all parameters that are synchronized; those that name their owners are passed over.
+        layouts: of all parameters that are synchronized; layouts that name their owners are skipped.
         targets: positive, by rank: free memory, say.
         rounds: how often every weight is scaled.
     """

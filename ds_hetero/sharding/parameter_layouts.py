@@ -37,7 +37,7 @@ class Cut:
                 f"{self.holders}."
             )
         if len(set(ranks)) < len(ranks):
-            raise SyncError(f"a rank holds one part of a cut, got holders {self.holders}.")
+            raise SyncError(f"a rank may hold only one part of a cut, got holders {self.holders}.")
 
     @classmethod
     def whole(cls, shape: Sequence[int], *ranks: int, partial: bool = False) -> Cut:
@@ -94,6 +94,6 @@ class ParameterLayout:
                 )
         ranks = [rank for cut in self.cuts for rank in cut.ranks]
         if not ranks or len(set(ranks)) < len(ranks):
-            raise SyncError(f"every rank belongs to one replica, got {[cut.ranks for cut in self.cuts]}.")
+            raise SyncError(f"every rank must belong to one replica, got {[cut.ranks for cut in self.cuts]}.")
         if any(len(holders) > 1 for cut in owners for holders in cut.holders):
-            raise SyncError(f"every element has one owner, got {self.owners}.")
+            raise SyncError(f"every element must have one owner, got {self.owners}.")

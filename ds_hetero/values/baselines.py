@@ -38,7 +38,7 @@ def usp(num_ranks: int, num_heads: int, num_kv_heads: int, ulysses_size: int | N
     """
     size = ulysses_size or gcd(num_ranks, num_kv_heads)
     if num_ranks % size:
-        raise ScheduleError(f"ulysses_size {size} does not divide {num_ranks} ranks.")
+        raise ScheduleError(f"ulysses_size {size} does not divide {num_ranks} ranks. Give a divisor.")
     groups = [range(first, first + size) for first in range(0, num_ranks, size)]
     return _even_groups(groups, num_heads, num_kv_heads, "contiguous" if size == num_ranks else "zigzag")
 

@@ -142,7 +142,7 @@ class Placement:
         return replace(self, rank_tokens=tuple(tokens[rank] for rank in self.schedule.ranks), moves=())
 
     def with_moves(self, moves: Sequence[TokenMove]) -> Placement:
-        """The same attention, with tokens that other ranks hold outside it; of a placement without moves."""
+        """Return the placement with tokens that other ranks hold outside attention; it must have no moves yet."""
         assert not self.moves, self.moves
         tokens = dict(self._tokens)
         for move in moves:
@@ -176,7 +176,7 @@ class Placement:
         return len(self.lanes) == 1 and len(lane.members) == self.schedule.ring_size and len(lane.spans) == 1
 
     def with_rows(self, rows: tuple[Rows, ...]) -> Placement:
-        """The same cut of a batch whose documents are known."""
+        """Return the placement for a batch whose documents are known."""
         return replace(self, rows=rows)
 
     @cached_property
@@ -199,7 +199,7 @@ class Placement:
             return (PlacementPart(self, ((0, 0),)),)
 
         def exchange(lane: Lane) -> tuple[tuple[int, ...], tuple[int, ...]]:
-            """What the groups that exchange heads follow from."""
+            """Properties of a lane that decide which groups exchange heads."""
             return lane.by_heads, lane.nodes if lane.by_heads else ()
 
         return tuple(_part_of(self, tuple(run)) for _, run in groupby(self.lanes, key=exchange))
@@ -226,7 +226,7 @@ class Placement:
         return intervals
 
     def _moved_intervals(self) -> dict[int, tuple[Range, ...]]:
-        """What every rank keeps of its tokens in attention, then what it takes over.
+        """Intervals of every rank: the tokens of its attention that it keeps, then those that it takes over.
 
         A rank with 10 tokens in attention that gives 3 and then 1 away keeps the first 6 of them; [6, 9) and [9, 10)
         go.
@@ -264,7 +264,7 @@ class PlacementPart(NamedTuple):
 
 
 def _part_of(whole: Placement, lanes: Sequence[Lane]) -> PlacementPart:
-    """Some lanes of a placement whose units are single ranks, with their spans moved together.
+    """Return a placement of some lanes, whose units are single ranks, in which their spans follow one another.
 
     Spans [10, 14) and [20, 25) become [0, 4) and [4, 9); a document [21, 24) becomes [5, 8), and one that lies in no
     span of these lanes is left out.

@@ -1,6 +1,6 @@
-"""The schedule: who holds which tokens and which heads.
+"""The schedule: which tokens and heads every rank holds.
 
-A schedule is data. The planner finds it, somebody writes it by hand, or a rule in `ds_hetero.values.baselines`;
+A schedule is data. The planner finds it, a user writes it by hand, or a rule in `ds_hetero.values.baselines` makes it;
 the runtime executes it and does not depend on its origin. HexiSeq calls it T (arXiv:2605.07569, section
 3.1): A2A groups, their ring order, per-rank tokens and per-rank heads.
 
@@ -205,7 +205,8 @@ class Schedule:
         expect_object_keys("schedule", data, known - {"layout", "ring"}, {"layout", "ring"}, ScheduleError)
         if not is_whole(data["version"], VERSION, VERSION):
             raise ScheduleError(
-                f"schedule version {shortened(data['version'])} is unknown; this release reads version {VERSION}."
+                f"schedule version {shortened(data['version'])} is unknown; this release reads version {VERSION}. "
+                "Plan again with this release."
             )
         if not is_list(data["groups"]):
             raise ScheduleError(f"groups must be a list, got {shortened(data['groups'])}.")

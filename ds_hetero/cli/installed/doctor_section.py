@@ -250,7 +250,9 @@ def _prediction(facts: JobFacts, plan: Plan, world_size: int) -> str:
     cluster = load_cluster(section.cluster)
     if cluster.num_ranks != world_size:
         raise ConfigError(
-            f'"{SECTION}.cluster" describes {cluster.num_ranks} devices, the job has {world_size} processes.'
+            f'"{SECTION}.cluster" describes {cluster.num_ranks} devices, '
+            f"the job has {world_size} processes. Describe the devices of the job, "
+            f"or give --world-size {cluster.num_ranks}."
         )
     work = pipelines_workload(facts, on_host=False, seq_len=seq_len)
     expect_trainable(cluster.devices, work, plan)

@@ -112,7 +112,8 @@ def _exact(scenario: Scenario) -> JsonDict:
     best = solved.best or (searched[0] if searched else None)
     if best is None:
         raise PlanError(
-            f"no schedule of {scenario.model.name} fits in units of {token_unit} tokens and {head_unit} heads."
+            f"no schedule of {scenario.model.name} fits in units of {token_unit} tokens and {head_unit} heads. "
+            "Use shorter sequences, or leave --exact out."
         )
     return {
         "token_unit": token_unit,

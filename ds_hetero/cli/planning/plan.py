@@ -100,9 +100,12 @@ def plan(
     work, samples = scenario.workload, batch_of_pipelines(parallel, global_batch)
     if samples is not None:
         if (work.micro_batch, work.micro_batches, layout, token_unit, lengths) != (1, 1, None, 1, None):
-            raise click.UsageError("--parallel full chooses micro-batches, layouts and tokens itself.")
+            raise click.UsageError(
+                "--parallel full chooses micro-batches, layouts and tokens itself. Leave --micro-batch, "
+                "--micro-batches, --layout, --token-unit and --lengths out."
+            )
     elif lengths is not None and (layout, token_unit) != (None, 1):
-        raise click.UsageError("--lengths chooses layouts and tokens itself.")
+        raise click.UsageError("--lengths chooses layouts and tokens itself. Leave --layout and --token-unit out.")
     if planner is not None and (lengths is not None or token_unit != 1):
         raise click.UsageError("--planner takes neither --lengths nor --token-unit.")
     if objective == "pareto":
@@ -131,7 +134,10 @@ def _front(scenario: Scenario, samples: int | None, out: Path | None, as_json: b
         is_bound: whether the options name a planner or a longest step, which the front does not take.
     """
     if samples is None or is_bound:
-        raise click.UsageError("--objective pareto is for --parallel full, without --at-most-s and --planner.")
+        raise click.UsageError(
+            "--objective pareto is for --parallel full, without --at-most-s and --planner. "
+            "Give --parallel full and leave the other two out, or choose another objective."
+        )
     from ds_hetero.cli.planning.pareto import show_front
 
     show_front(scenario, samples, out, as_json=as_json)

@@ -69,7 +69,7 @@ def _lost_ranks(cluster: Cluster, lost: Sequence[int], more_lost: Sequence[int],
     """Return the lost ranks of these options. Raises `PlanError`: numbers without ``--lost``, or an unknown node."""
     if more_lost and not lost:
         ranks = " ".join(map(str, more_lost))
-        raise PlanError(f"what is {ranks}? Ranks that are lost: --lost {ranks}.")
+        raise PlanError(f"what is {ranks}? To name lost ranks, write --lost {ranks}.")
     names = [node.name for node in cluster.nodes]
     unknown = [name for name in lost_node if name not in names]
     if unknown:

@@ -29,7 +29,9 @@ def measured(run: Path, attention: str | None, optimizer: str | None, source: st
     if report is None:
         rows = [measured_row(read_run(run), attention=attention, optimizer=optimizer, source=source)]
     elif attention or optimizer:
-        raise click.UsageError("--attention and --optimizer are of a job, and a self-test has neither.")
+        raise click.UsageError(
+            "--attention and --optimizer describe a job, and a self-test has neither. Leave them out."
+        )
     else:
         rows = selftest_rows(report, source=source)
     if as_json:

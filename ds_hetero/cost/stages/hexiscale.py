@@ -57,7 +57,7 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _PublishedMemory(StageMemory):
-    """Eq. 11: a sum, whatever the moment."""
+    """Eq. 11: one sum for all phases."""
 
     states_bytes: float
     kept_bytes: float
@@ -187,7 +187,7 @@ class HexiScaleStageCosts(StageCosts):
         micro_batches: int,
         in_flight: Sequence[int] | None = None,
     ) -> float:
-        """The same without the assumption that there are as many micro-batches as stages."""
+        """Time of one pipeline, also where it has fewer micro-batches than stages; see `StageCosts.pipeline_s`."""
         arrays = np.array([forward_s]), np.array([backward_s]), np.array(hop_s)
         step_S = _steps(*arrays)[0]
         stages = len(step_S)

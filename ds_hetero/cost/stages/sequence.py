@@ -61,7 +61,7 @@ class SequenceStages:
         self.passes = cache(self._passes)
 
     def schedule(self, parts: tuple[PoolPart, ...], micro_batch_size: int) -> Schedule | None:
-        """Return the schedule of these devices, by their places; None if none works."""
+        """Return the schedule of these devices, whose ranks are places in ``parts``; None if none works."""
         kept = self._kept.get(self._key(parts, micro_batch_size))
         if kept is not None:
             return kept

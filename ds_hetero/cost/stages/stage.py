@@ -33,7 +33,7 @@ from ds_hetero.models.shapes import ModelSpec
 from ds_hetero.values.plans.timetable import default_in_flight
 from ds_hetero.values.schedule import Schedule
 
-MOST_IN_FLIGHT = 256  # micro-batches; more hide no hop
+MOST_IN_FLIGHT = 256  # micro-batches whose activations may be kept; chosen, never measured: more hide no hop
 
 
 def expect_alike_layers(model: ModelSpec) -> None:
@@ -234,14 +234,14 @@ class StageOption:
 
 
 class SyncTimes(NamedTuple):
-    """Gradients on their way to those who own them, the optimizer, and new parameters on their way back."""
+    """Times of gradients on their way to their owners, of the optimizer, and of new parameters on their way back."""
 
     reduce_s: float  # gradients on the wire, which they may be under the last backward
     exposed_s: float  # all that no backward hides
 
     @property
     def total_s(self) -> float:
-        """Of all of it, before any is hidden."""
+        """Time of all of it, before any part is hidden."""
         return self.reduce_s + self.exposed_s
 
 
@@ -303,11 +303,11 @@ class StageCosts(ABC):
         """Use a given schedule, by places, for such devices. Raises `PlanError` if they were given another one."""
 
     def kept_in_flight(self, in_flight: int) -> int:
-        """Micro-batches whose activations count in the memory of a stage, of those that it has in flight."""
+        """How many of the micro-batches in flight the cost model counts in the activation memory of a stage."""
         return in_flight
 
     def kept_by_default(self, stages: int) -> list[int]:
-        """The same under plain 1F1B, by stage of a pipeline."""
+        """`kept_in_flight` under plain 1F1B, by stage of a pipeline."""
         return [self.kept_in_flight(in_flight) for in_flight in default_in_flight(stages)]
 
     # --- pipelines

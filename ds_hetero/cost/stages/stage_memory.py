@@ -42,7 +42,7 @@ class DeviceParameters(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibratedStageMemory(StageMemory):
-    """Of what the runtime holds."""
+    """Memory of a stage as the runtime uses it."""
 
     workload: Workload  # bytes, recomputation and the optimizer's temporaries
     layer: LayerMemory  # of a layer, on the device of its part with the most

@@ -91,7 +91,7 @@ class Channels:
 
     @classmethod
     def inside(cls, node: Node) -> Channels:
-        """Of ranks of one node."""
+        """Channels of a communicator inside one node."""
         links = max(1, int(node.link.bytes_per_s / _NVLINK_BYTES_PER_S))
         collective = min(2 * links, _MOST_LOCAL_CHANNELS)
         per_peer = min(_power_of_2_from(2 * links), _power_of_2_from(collective))
@@ -99,7 +99,7 @@ class Channels:
 
     @classmethod
     def between(cls, cluster: Cluster) -> Channels:
-        """Of ranks of several nodes."""
+        """Channels of a communicator over several nodes."""
         port_bytes_per_s = cluster.network.bytes_per_s
         ports = [_ports(node, port_bytes_per_s) for node in cluster.nodes]
         # More than a communicator may have are not used; a network without a limit would ask for infinitely many.
@@ -112,7 +112,7 @@ class Channels:
 
     @classmethod
     def of(cls, cluster: Cluster) -> Channels:
-        """Of all ranks of a cluster."""
+        """Channels of a communicator over all ranks of a cluster."""
         return cls.inside(cluster.nodes[0]) if len(cluster.nodes) == 1 else cls.between(cluster)
 
     @property

@@ -54,7 +54,7 @@ def exchange_s(grouping: Grouping, tokens_BD: Floats, bytes_BD: Floats) -> Float
 
 
 def _other_nodes_s_per_unit(grouping: Grouping, amount_N: Floats) -> Floats:
-    """What a slice's group has in its other slices, times the seconds per byte to get there, ``[..., N]``.
+    """Units in the other slices of a slice's group, times the seconds per byte to get there, ``[..., N]``.
 
     Of slices a, b and c on nodes of three places: ``amount[b] * s_per_byte[a, b] + amount[c] * s_per_byte[a, c]`` for
     a. Slices of one place are summed up first, so that 32 equal nodes are one site and not 992 pairs.

@@ -28,7 +28,7 @@ def host_bytes_of_nodes(cluster: Cluster, model: ModelSpec, work: Workload, toke
 
 
 def stays_on_device(cluster: Cluster, model: ModelSpec, work: Workload, tokens_D: Floats) -> MemoryParts:
-    """Offloaded bytes of devices whose memory is their host's; leading dimensions of ``tokens_D`` are kept."""
+    """Bytes that offloads leave on devices which share their host's memory, 0 on others, ``[..., D]``."""
     if not cluster.shares_host_memory.any():
         return MemoryParts()
     parts = _offloaded(cluster, model, work, tokens_D).items()

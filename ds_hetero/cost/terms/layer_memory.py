@@ -183,7 +183,7 @@ def _token_bytes(model: ModelSpec, workload: Workload, cut: int) -> _TokenBytes:
 def _tiled_mlp_grad_bytes(
     model: ModelSpec, workload: Workload, share: LayerShare, token: _TokenBytes, weight_grad: float
 ) -> Bytes:
-    """What the backward of a tiled MLP makes, or that of the norm before it, whichever is more."""
+    """Bytes that the backward of a tiled MLP or of the norm before it allocates, whichever is more."""
     element, hidden = workload.element_bytes, model.hidden_size
     inner_of_tile = share.tokens_at_once * (token.inner + element * 2 * token.mlp_width)
     of_tiles = inner_of_tile + element * share.tokens * hidden

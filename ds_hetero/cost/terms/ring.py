@@ -196,7 +196,7 @@ def _step_tables_s(ring: RingCoefficients) -> Iterator[tuple[Floats, Floats]]:
 
 
 def _visible(num_groups: int, shift_T: Ints, next_shift_T: Ints) -> tuple[Floats, Bools, Bools]:
-    """What contiguous causal groups see: earlier groups whole and half of themselves; only that travels to them.
+    """Keys that contiguous causal groups see: those of earlier groups, which travel to them, and half of their own.
 
     Share of the block that is computed, whether the next block is needed, and whether the group one position further
     has added to the block's gradient, each ``[T, K]``.

@@ -228,7 +228,7 @@ def water_fill(load_s: Sequence[float], per_s: Sequence[float], room: Sequence[i
 
 
 def _whole(shares: Sequence[float], room: Sequence[int], tokens: int) -> list[int]:
-    """Round shares to multiples of a grain, by largest remainder; one bin takes what is no multiple."""
+    """Round shares to multiples of a grain, by largest remainder; one bin takes the rest below a grain."""
     indices = range(len(shares))
     busy = [i for i in indices if shares[i] > 0]
     grain = next(grain for least, grain in GRAINS if tokens >= least * len(busy))

@@ -138,7 +138,8 @@ def _where_memory_is(lengths: Sequence[int], costs: UnitCosts) -> list[Pieces]:
         if pieces is None:
             raise BatchError(
                 f"a document of {length:,} tokens does not fit beside the others: units have room for "
-                f"{', '.join(f'{room:,}' for room in bins.room)} tokens."
+                f"{', '.join(f'{room:,}' for room in bins.room)} tokens. Use shorter rows, more ranks, or "
+                "activation checkpointing."
             )
         placed.append(pieces)
     return placed

@@ -143,7 +143,7 @@ def loads_with_moves(loads: Loads, placement: Placement, costs: UnitCosts) -> Lo
 
 
 def remap(have: Sequence[int], want: Sequence[int], node: Sequence[int], costs: UnitCosts) -> list[TokenTransfer]:
-    """Who sends how many tokens to whom; all keep ``min(have, want)`` of their own; both sums are the same.
+    """Transfers from ``have`` to ``want`` tokens, of equal sums; every unit keeps ``min(have, want)`` tokens.
 
     On two nodes (A, B) and (C, D) that have 10, 0, 6 and 0 tokens and want 4 each, A has 6 too many and C 2. Inside
     their nodes A sends 4 to B and C 2 to D; then A sends the other 2 to D.
@@ -189,7 +189,7 @@ def least_remap_s(
     left = list(matched)
     for tokens, where in zip(sends, node, strict=True):
         left[where] -= tokens
-    for i, where in enumerate(node):  # what the node can match beyond that, from whoever has it
+    for i, where in enumerate(node):  # what the node can match beyond that, from any unit that has some
         more = max(min(left[where], gives[i] - sends[i]), 0.0)
         sends[i] += more
         left[where] -= more
@@ -248,7 +248,7 @@ def _fits(
 
 
 def _match(gives: Iterable[tuple[int, int]], receivers: Sequence[int], lacks: list[int]) -> Iterator[TokenTransfer]:
-    """Send what units give to those that lack tokens, both in order; ``lacks`` goes down."""
+    """Send what units give to ``receivers`` that lack tokens, both in order, and reduce ``lacks``."""
     place = 0  # of the receiver whose turn it is
     for sender, tokens in gives:
         while tokens and place < len(receivers):

@@ -182,7 +182,7 @@ def place_by_published(
         remap: as in `place_documents`.
 
     Raises:
-        PlanError: there is no such planner of documents, or its paper cannot describe the units.
+        PlanError: the planner of documents is unknown, or its paper cannot describe the units.
         BatchError: see `place_documents`; or the planner overfills a unit.
     """
     check_documents(documents, length)
@@ -194,7 +194,7 @@ def place_by_published(
         if tokens > most:
             raise BatchError(
                 f"planner {planner} gives unit {unit} {tokens:,} tokens of a batch row, its memory has room for "
-                f"{most:,}. Use shorter rows, or leave the planner out for ours."
+                f"{most:,}. Use shorter rows, or leave the planner out."
             )
     placed = with_padding(lengths, pieces, costs, length - sum(lengths))
     placement = make_placement(schedule, documents, length, placed, costs)
@@ -243,7 +243,7 @@ def routed_stream(schedule: Schedule, length: int, costs: UnitCosts) -> Placemen
 
 
 def check_documents(documents: Sequence[Range], length: int) -> None:
-    """Refuse documents that are no intervals of a row. Raises `BatchError`: the first one that is not."""
+    """Refuse documents that are not intervals of a row. Raises `BatchError`: names the first of them."""
     end = 0
     for start, stop in documents:
         if not end <= start < stop <= length:

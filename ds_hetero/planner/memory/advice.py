@@ -1,7 +1,7 @@
 """Changes that would make a training fit, cheapest first.
 
 Each change is tried alone. Where none is enough, changes are added in the order of what each costs alone until it fits,
-and those that turn out to be needless are taken out again. LoRA and QLoRA come last: they change what is trained.
+and the ones that turn out to be needless are removed again. LoRA and QLoRA come last: they change what is trained.
 """
 
 from __future__ import annotations

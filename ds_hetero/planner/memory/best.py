@@ -21,7 +21,7 @@ from ds_hetero.values.schedule import Schedule
 
 # Of memory, when the nearest schedule is looked for: the most, and between two sizes. Chosen, never measured.
 MAX_GROWTH, _GROWTH_STEP = 2**20, 1.1
-LONGEST = 2**24  # tokens of a sequence; beyond, nobody asks
+LONGEST = 2**24  # tokens of a sequence; longer ones are not tried
 _LENGTH_UNIT, _UNITS_TO_ROUND = 256, 32  # a longest sequence is a multiple of 256 tokens beyond 8,192
 
 

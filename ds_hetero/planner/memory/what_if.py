@@ -26,7 +26,9 @@ def read_what_if(text: str, cluster: Cluster) -> Cluster:
     key, equals, value = text.partition("=")
     makers = {"add": _added, "remove": _removed, "network": _networked}
     if not equals or key.strip() not in makers:
-        raise ClusterError(f"--what-if is add=CARDS, remove=RANK or network=GB/s, got {shortened(text)}.")
+        raise ClusterError(
+            f"--what-if is add=CARDS, remove=RANK or network=GB/s, got {shortened(text)}. Give one of these."
+        )
     return makers[key.strip()](cluster, value.strip())
 
 
@@ -47,15 +49,19 @@ def _added(cluster: Cluster, value: str) -> Cluster:
 
 def _removed(cluster: Cluster, value: str) -> Cluster:
     if not value.isdecimal() or int(value) >= cluster.num_ranks:
-        raise ClusterError(f"--what-if remove=RANK: ranks are 0 to {cluster.num_ranks - 1}, got {shortened(value)}.")
+        raise ClusterError(
+            f"--what-if remove=RANK: got {shortened(value)}. Give a rank from 0 to {cluster.num_ranks - 1}."
+        )
     if cluster.num_ranks == 1:
-        raise ClusterError("--what-if remove=0 would leave no card.")
+        raise ClusterError("--what-if remove=0 would leave no card. Give a cluster of several cards.")
     return cluster.without([int(value)])
 
 
 def _networked(cluster: Cluster, value: str) -> Cluster:
     if len(cluster.nodes) == 1:
-        raise ClusterError("--what-if network=... changes what joins nodes, and the cluster has one.")
+        raise ClusterError(
+            "--what-if network=... changes the links between nodes, and the cluster has one node. Leave it out."
+        )
     network = replace(cluster.network, bytes_per_s=network_gb_per_s("--what-if network", value) * GB)
     nodes = list(cluster.nodes)
     for i, node in enumerate(nodes):

@@ -50,7 +50,7 @@ def _within(limit_s: float, fill_s: Sequence[float], period_s: Sequence[float]) 
 
 
 def _exact_count(counts: list[int], total: int, fill_s: Sequence[float], period_s: Sequence[float]) -> list[int]:
-    """Add the micro-batches that end first, or take away those that end last, until there are ``total``."""
+    """Add the micro-batches that end first, or remove the ones that end last, until there are ``total``."""
     missing = total - sum(counts)
     if missing > 0:
         ends = [(fill_s[i] + counts[i] * period_s[i], i) for i in range(len(counts))]

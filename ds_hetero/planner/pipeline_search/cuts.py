@@ -51,7 +51,7 @@ class LayerCut:
 
     @property
     def overlap_s(self) -> float:
-        """Backward of the first stage, beside which gradients of the last micro-batch may leave."""
+        """Backward of the first stage, under which gradients of the last micro-batch may travel."""
         return self.backward_s[0]
 
 

@@ -208,7 +208,7 @@ def _schedule(costs: StageCosts, micro_batch_size: int, block: DeviceBlock, rank
 def _owner_weights(
     costs: StageCosts, placed: Sequence[PlacedPipeline], ranks: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[tuple[int, float], ...]:
-    """Of every rank, ascending; none where all own alike."""
+    """Weight of every rank as an owner, by ascending rank; empty if all own alike."""
     weights = costs.owner_weights(placed)
     if weights is None or len(set(weights)) == 1:
         return ()

@@ -1,4 +1,4 @@
-"""Plans of whatever origin, judged with the layers and micro-batches that they bring along."""
+"""Judge plans from elsewhere with the layers and micro-batches that they name."""
 
 from __future__ import annotations
 

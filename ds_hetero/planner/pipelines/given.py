@@ -72,7 +72,7 @@ def _block(where: str, stage: Stage, pools: Pools) -> DeviceBlock:
 def judge_given(
     plan: Plan, cost_model: str, cluster: Cluster, model: ModelSpec, workload: Workload
 ) -> tuple[StageCosts, Finished]:
-    """Predict a plan with its own recomputation and owners. Raises `PlanError`: see `judge_plan`.
+    """Predict a plan with its recomputation and its optimizer owners. Raises `PlanError`: see `judge_plan`.
 
     Returns:
         The cost model with what the plan says, and the prediction.

@@ -125,7 +125,10 @@ def plan_pipelines(
         interrupted = True
     best, plan, value, reasons = _winner(finalists, None if planner else rivals.get("sequence"))
     if plan is None and planner is not None:
-        raise PlanError(f"planner {planner}: none of its plans fits into memory and makes up the batch.")
+        raise PlanError(
+            f"planner {planner}: none of its plans fits into memory and makes up the batch. "
+            "Leave --planner out, change the batch, or use shorter sequences."
+        )
     if plan is None:
         raise PlanError(nothing_fits(models, at_most_s))
     return PlannedPipelines(

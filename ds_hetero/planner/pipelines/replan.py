@@ -130,10 +130,16 @@ def _search(
 def _survivors(cluster: Cluster, lost: Sequence[int]) -> list[int]:
     unknown = sorted(rank for rank in set(lost) if not 0 <= rank < cluster.num_ranks)
     if unknown:
-        raise PlanError(f"lost ranks {unknown} do not exist; the cluster has ranks 0 to {cluster.num_ranks - 1}.")
+        raise PlanError(
+            f"lost ranks {unknown} do not exist; "
+            f"the cluster has ranks 0 to {cluster.num_ranks - 1}. Give ranks of the cluster before the loss."
+        )
     survivors = [rank for rank in range(cluster.num_ranks) if rank not in set(lost)]
     if not survivors:
-        raise PlanError(f"all {cluster.num_ranks} ranks are lost; nothing is left to plan for.")
+        raise PlanError(
+            f"all {cluster.num_ranks} ranks are lost; nothing is left to plan for. "
+            "Plan for other devices: ds-hetero plan --parallel full."
+        )
     return survivors
 
 

@@ -135,7 +135,10 @@ def _schedule(cost: CostModel, table: ProfileTable | None = None) -> Schedule:
     searched = [ScheduleCandidate("Algorithm 1", schedule, cost.predict(schedule)) for schedule in schedules]
     best = fastest(searched, Baselines.under(cost).candidates)
     if best is None:
-        raise PlanError("none of HexiSeq's candidates fits into memory, USP, Ulysses and Ring included.")
+        raise PlanError(
+            "none of HexiSeq's candidates fits into memory, USP, Ulysses and Ring included. "
+            "Use shorter sequences, or another planner."
+        )
     return best.schedule
 
 

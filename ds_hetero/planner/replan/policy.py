@@ -155,7 +155,7 @@ class Policy:
         self._candidate, self._fruitless = None, observation
 
     def _change(self, schedule: Schedule) -> ProposedChange | None:
-        """To the candidate, or to a schedule that is still better by all observations of the candidate together."""
+        """Change to the candidate, or to a schedule that is better still by all of its observations together."""
         assert self._candidate is not None
         estimate = self._estimate(schedule, mean_observation(self._evidence))
         options = [candidate for candidate in (self._candidate, estimate.best()) if candidate is not None]

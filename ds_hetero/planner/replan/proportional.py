@@ -136,7 +136,7 @@ def attention_shares(schedule: Schedule, length: int, causal: bool) -> dict[int,
 
 
 def _sizes(schedule: Schedule, length: int) -> dict[int, tuple[float, float]]:
-    """By rank: tokens that it holds, and its heads times its group's tokens, which it attends with."""
+    """Two sizes of every rank: its tokens, and its heads times the tokens of its group, for attention."""
     tokens = schedule.tokens(length)
     sizes: dict[int, tuple[float, float]] = {}
     for group in schedule.groups:

@@ -1,1 +1,1 @@
-"""What the planner hands out: a plan, its prediction, and how it compares with what was not chosen."""
+"""Results of the planner: a plan, its prediction, and how it compares with what was not chosen."""

@@ -1,4 +1,4 @@
-"""A plan as a search hands it out, whatever it is made of."""
+"""Result of a search, for schedules and pipelines alike."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def _add_unit_moves(
 
 
 class _OfHeads:
-    """What moves from assignments with the same groups and heads share: classes and sets of ranks, moves of heads."""
+    """Parts that moves from assignments with the same groups and heads share: rank classes, rank sets, head moves."""
 
     def __init__(self, problem: Problem, grouping: Grouping, at: Assignment) -> None:
         self.rank_class = rank_classes(problem, grouping, at)

@@ -125,7 +125,7 @@ class Problem:
         return self.best_row(grouping, *self.rows_of(options), below_s) if options else None
 
     def best_row(self, grouping: Grouping, tokens_BD: Floats, heads_BD: Ints, below_s: float) -> Assignment | None:
-        """The same for arrays."""
+        """The fastest of several rows of tokens and heads that fits and takes less than ``below_s``, if any."""
         time_B = self.time_s(grouping, tokens_BD, heads_BD, below_s)
         return self.fastest_that_fits(grouping, tokens_BD, heads_BD, time_B, below_s)
 

@@ -1,4 +1,4 @@
-"""In which order KV blocks pass through the groups of a ring.
+"""Order in which KV blocks pass through the groups of a ring.
 
 Every block travels round the whole ring, so a slow link costs the same wherever it is; what an order can
 change is how many slow links are in the ring, how well neighbouring head cuts match, and how many transfers share

@@ -67,7 +67,7 @@ def two_speed_fill(token_speed_K: Floats, attention_speed_K: Floats) -> Floats:
     attention_speed_from = [*reversed(attention_speed_from_last), 0.0]
 
     def time_at(ratio: float) -> float:
-        """Of shares with t2 = ratio * t1: tokens limit the groups of no larger ratio, attention limits the others."""
+        """Time with t2 = ratio * t1: tokens limit the groups up to this ratio, attention limits the others."""
         below = bisect_right(ratio_of_group, ratio)
         return float((1 + ratio) / (token_speed_of_first[below] + ratio * attention_speed_from[below]))
 

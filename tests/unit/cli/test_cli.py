@@ -276,7 +276,7 @@ def test_plan_says_each_refusal_of_a_uniform_schedule_once(capsys):
 @pytest.mark.parametrize(
     ("price", "says"),
     [
-        ("4090=1", "--price: '4090' is none of the cluster's devices: RTX-5090, RTX-3090"),
+        ("4090=1", "--price: '4090' is not a device of the cluster, which has RTX-5090, RTX-3090"),
         ("5090", "is cards with the money for one hour of one, such as 5090=0.5"),
         ("5090=1,rtx5090=2", "--price names RTX-5090 twice"),
         ("5090=-1", "--price RTX-5090 must be at least 0"),

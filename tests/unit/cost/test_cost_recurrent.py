@@ -122,7 +122,7 @@ def test_a_described_plan_holds_the_model(config):
         (QWEN_NEXT, {"linear_num_value_heads": 40}, "40 heads of the scan are not a multiple of its 16 key heads"),
         (QWEN_NEXT, {"linear_key_head_dim": None}, "linear_key_head_dim must be a whole number >= 1, got None"),
         (QWEN_NEXT, {"mlp_only_layers": [0]}, "mixed layers have no cost model"),
-        (BAMBA, {"attn_layer_indices": None}, "no layer has attention, whose heads a schedule cuts"),
+        (BAMBA, {"attn_layer_indices": None}, "no layer has attention, and a schedule cuts heads"),
         (BAMBA, {"attn_layer_indices": [32]}, "attn_layer_indices must be layers from 0 to 31"),
         (BAMBA, {"mamba_n_heads": 100, "mamba_d_head": "auto"}, "mamba_n_heads=100 does not divide"),
         (BAMBA, {"mamba_n_heads": None}, "mamba_d_state names a kind of layer"),

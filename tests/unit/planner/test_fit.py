@@ -273,8 +273,8 @@ def test_a_what_if_predicts_what_the_same_cluster_described_directly_predicts(gp
         ("add", "--what-if is add=CARDS"),
         ("add=2070", "nearest names"),
         ("add=3090|3090", "adds cards to the last node"),
-        ("remove=3", "ranks are 0 to 2, got '3'"),
-        ("remove=-1", "ranks are 0 to 2"),
+        ("remove=3", "got '3'. Give a rank from 0 to 2"),
+        ("remove=-1", "Give a rank from 0 to 2"),
         ("network=10", "the cluster has one"),
     ],
 )

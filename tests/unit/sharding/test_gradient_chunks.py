@@ -81,7 +81,7 @@ def test_parts_of_one_rank_and_alignment():
         (lambda: Cut(((0,), (1,)), (3,)), r"one size >= 0 and at least one rank for each part, got sizes \(3,\)"),
         (lambda: Cut(((0,),), (-1,)), "one size >= 0"),
         (lambda: Cut(((0,), ()), (1, 2)), "at least one rank"),
-        (lambda: Cut.along(0, (1, 1), (1, 2)), "a rank holds one part of a cut"),
+        (lambda: Cut.along(0, (1, 1), (1, 2)), "a rank may hold only one part of a cut"),
         (
             lambda: _layout(Cut.along(0, (0, 1), (2, 3))),
             r"shape \(4, 6\) has 4 units of dimension 0, but a cut holds 5",
@@ -90,9 +90,9 @@ def test_parts_of_one_rank_and_alignment():
         (lambda: _layout(Cut.along(2, (0,), (4,))), "has no dimension 2"),
         (
             lambda: _layout(Cut.whole((4, 6), 0), Cut.whole((4, 6), 1, 0)),
-            r"belongs to one replica, got \[\(0,\), \(1, 0\)\]",
+            r"must belong to one replica, got \[\(0,\), \(1, 0\)\]",
         ),
-        (lambda: _layout(Cut.whole((4, 6), 0), owners=Cut.whole((4, 6), 0, 1)), "every element has one owner"),
+        (lambda: _layout(Cut.whole((4, 6), 0), owners=Cut.whole((4, 6), 0, 1)), "every element must have one owner"),
     ],
 )
 def test_layouts_that_do_not_fit_together_are_refused(make, says):

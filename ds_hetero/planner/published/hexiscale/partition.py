@@ -202,7 +202,7 @@ class _Exchange:
                     group_V[self._numbers[place]] = group
 
     def _excess(self, first: float, second: float) -> float:
-        """By how much the heavier side is above its limit."""
+        """Excess of the heavier side over its limit."""
         return max(0.0, first - self._limits[0], second - self._limits[1])
 
     def _allowed(self, heavy: tuple[float, float], count: tuple[int, int], free: Bools) -> tuple[Bools, Floats, Ints]:

@@ -43,7 +43,7 @@ class Island:
 
     @property
     def flops_per_s(self) -> float:
-        """Of all its devices, at the speed of the slowest."""
+        """FLOP/s of all its devices, each counted at the speed of the slowest."""
         return self.totals[0]
 
     @property
