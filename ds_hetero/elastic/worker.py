@@ -69,7 +69,7 @@ class Worker:
         """Send a request to the keeper that serves the rendezvous; see `ask_keeper`."""
         address = self.place.read(f"meeting-{self.agent}.json")
         if address is None:
-            raise OSError("the agent has joined no rendezvous")
+            raise OSError(f"agent {self.agent} of this node has not joined a rendezvous yet")
         return ask((address["host"], address["port"]), self.token, message)
 
     def start(self) -> None:

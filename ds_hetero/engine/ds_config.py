@@ -29,7 +29,7 @@ def enabled(ds_config: DsConfig | None) -> bool:
 
 
 def says_batches(ds_config: DsConfig | None) -> bool:
-    """Whether a DeepSpeed configuration asks for this engine, with the batch of every rank."""
+    """Whether a DeepSpeed configuration enables this engine and gives a batch size for every rank."""
     return enabled(ds_config) and _value(ds_config, SECTION, "batch") is not None
 
 

@@ -186,7 +186,7 @@ def _expect_numbers_of(ranks: Sequence[RankFacts], cluster: Cluster, samples: An
         if not np.isclose(device.memory_bytes, facts.memory_bytes, rtol=RTOL_OF_PROFILES):
             raise ValueError(
                 f"it gives rank {rank} a memory of {bytes_text(device.memory_bytes)} GiB, and the rank has "
-                f"{bytes_text(facts.memory_bytes)}"
+                f"{bytes_text(facts.memory_bytes)} GiB"
             )
     if not samples:
         return

@@ -143,9 +143,13 @@ class Move:
 
 
 def moves(saved: FlatGroup, wanted: FlatGroup, part: int) -> tuple[Move, ...]:
-    """Return the few moves that make ``part`` of ``wanted`` of parts of ``saved``. Raises `ValueError`: impossible.
+    """Return the copies that assemble partition ``part`` of the layout ``wanted`` from the partitions of ``saved``.
 
-    Both lay the same parameters out, in any order, with any padding, cut for any number of ranks.
+    Adjacent copies are one. Both layouts hold the same parameters, in any order, with any padding, cut for any number
+    of ranks.
+
+    Raises:
+        ValueError: the layouts hold unlike parameters.
     """
     if saved.sizes != wanted.sizes:
         raise ValueError(f"layouts of different parameters: {saved.sizes} and {wanted.sizes}")

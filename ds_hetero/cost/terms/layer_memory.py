@@ -221,7 +221,11 @@ def normed_bytes(model: ModelSpec, workload: Workload, tokens_D: Floats) -> Floa
 
 
 def _logit_tokens(workload: Workload, tokens_D: Floats) -> Floats:
-    """Tokens of a micro-batch whose logits exist at once, of tokens of a sequence, ``[D]``."""
+    """Return the tokens of a micro-batch whose logits are in memory at the same time, ``[D]``; all if not tiled.
+
+    Args:
+        tokens_D: tokens of one sequence.
+    """
     return _at_once(workload, tokens_D, LOGIT_TILE_TOKENS if workload.has_loss_tiles else None)
 
 

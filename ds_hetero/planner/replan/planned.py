@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Replanner:
-    """The policies of all replicas; rank 0 has one.
+    """Re-planning policies, one per replica. Only rank 0 has a `Replanner`.
 
     Args:
         costs: the cost model of every replica; none where the cluster is not known.

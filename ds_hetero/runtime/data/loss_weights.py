@@ -181,7 +181,10 @@ def _counts_of_mean(terms: Sequence[Term], of_ranks: Sequence[RankLoss], name: s
         return counts
     if _are_shares(terms, rows):
         raise _refusal(
-            name, path, "is a mean with weights whose mean is the same on every rank: they share out a batch"
+            name,
+            path,
+            "is a mean with weights whose mean is the same on every rank: each rank has normalized them over its own "
+            "batch, one process over the global batch",
         )
     if not terms[0].of_elements or any(term.is_chosen for term in terms):
         return counts
@@ -224,7 +227,10 @@ def _meaning(
     if not any(term.has_factor for term in terms):
         if _are_shares(terms, rows):
             raise _refusal(
-                name, path, "is a sum with weights whose total is the same on every rank: they share out a batch"
+                name,
+                path,
+                "is a sum with weights whose total is the same on every rank: each rank has normalized them over its own "
+                "batch, one process over the global batch",
             )
         return "number"
     if _alike(divided_by):

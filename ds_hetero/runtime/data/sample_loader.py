@@ -49,7 +49,7 @@ from ds_hetero.values.plans import BatchSplit
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchWeights:
-    """Weights of the loss of a micro-batch."""
+    """Counts of a micro-batch and of its step, from which its loss is weighted."""
 
     index: int  # among those of its optimizer step
     counts: UnitCounts  # of the micro-batch; zeros where it only fills the step up

@@ -81,7 +81,7 @@ class ComparisonPace:
         """Run a comparison inside: its time does not count as the step's.
 
         Args:
-            shows_new: its batch can show what none before could, so that it is not made for the zeros alone.
+            shows_new: the batch is of a new kind, so the comparison is due anyway, and not an early one.
         """
         self._early.begin(is_due=self._is_early, shows_new=shows_new, num_steps=self._steps)
         began = time.perf_counter()

@@ -37,7 +37,7 @@ class EarlyComparisons:
 
         Args:
             is_due: it comes early.
-            shows_new: its batch can show what none before could, so that it is not made for the zeros alone.
+            shows_new: the batch is of a new kind, so the comparison is due anyway, and not an early one.
             num_steps: optimizer steps since the comparison before; 0 where both compare batches of the same step, whose
                 zeros add up.
         """

@@ -180,7 +180,7 @@ def _operand(node: Any) -> Tensor | None:
 
 
 def _numbers_of(weights: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
-    """[8], see `_Weights`."""
+    """Summarize this rank's token weights as the numbers of `_Weights`, [8]."""
     flat = weights.reshape(-1).double()
     first = flat[:_PREFIX]
     counted = labels.ne(_IGNORED)

@@ -372,7 +372,7 @@ _NO_PATH = torch.tensor([0.0, 0.0, float("nan"), float("nan")], dtype=torch.floa
 
 
 def _numbers_of(path: _Path, device: torch.device) -> Tensor:
-    """[4], see `_Factors`.
+    """Summarize the factors of a path as the numbers of `_Factors`, [4].
 
     A rank without labels may leave its sum out by a factor of zero, or divide by its count: no token of it counts.
     """

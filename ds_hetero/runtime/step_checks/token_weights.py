@@ -420,7 +420,7 @@ _NO_FORWARD = torch.tensor([0.0] * 4 + [_NAN] * 6, dtype=torch.float64)  # see `
 
 
 def _numbers_of(seen: _Seen, value: Tensor | None) -> list[Tensor]:
-    """[1] on the host and [9], see `_Forward`."""
+    """Summarize a forward as the numbers of `_Forward`: [1] known on the host, [9] computed on the device."""
     # In double, so that p - y of a learned token is not rounding alone.
     error = torch.softmax(seen.rows.double(), dim=-1)
     counted = seen.labels.ne(_IGNORED)
@@ -458,7 +458,7 @@ def _numbers_of(seen: _Seen, value: Tensor | None) -> list[Tensor]:
 
 
 def _totals(step: _Step, replica_id: int) -> tuple[Tensor, Tensor]:
-    """[8] on the host and [4], see `_Totals`."""
+    """Sum up a step's losses as the numbers of `_Totals`: [8] known on the host, [4] computed on the device."""
     items = -1 if step.items is None else step.items
     of_losses = len(step.values), step.num_forwards, step.unscaled, step.is_half, step.has_half_logits, step.divisor
     on_host = torch.tensor([replica_id, *of_losses, items], dtype=torch.float64)

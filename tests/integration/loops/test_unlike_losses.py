@@ -252,7 +252,7 @@ CASES: dict[str, Case] = {
     ),
     "shares of the batch": Case(
         lambda h, s, b, n, t: (_squares(s, b).mean(1) * (b["weight"] / b["weight"].sum())).sum(),
-        refused=("share out a batch", 0),
+        refused=("normalized them over its own", 0),
     ),
     "shares of the module": Case(
         lambda h, s, b, n, t: _squares(s, b).mean(1) @ (b["weight"] / b["weight"].sum()),

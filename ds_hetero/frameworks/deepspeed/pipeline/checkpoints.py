@@ -182,7 +182,10 @@ def _take_frozen(pipelined: PipelinedEngine, parts: Sequence[Content], *, is_str
         if name not in saved:
             if not is_strict:
                 continue
-            raise CheckpointError(f"the checkpoint has no {name}, which the model does not train.")
+            raise CheckpointError(
+                f"the checkpoint has no value for {name}, a frozen parameter of this model. Load with "
+                "load_module_strict=False to keep the model's own value, or take a checkpoint with frozen parameters."
+            )
         with torch.no_grad():
             local_tensor(parameter).copy_(_part_of(parameter, saved[name]))
 

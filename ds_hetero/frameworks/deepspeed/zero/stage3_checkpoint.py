@@ -50,7 +50,7 @@ class Stage3Checkpoints:
         self._saved: Saved | None = None  # the checkpoint that is being loaded
 
     def equal_shard(self, method: Function, param: ZeroParameter) -> Tensor:
-        """Replace ``_get_param_fragment_func``: return this rank's shard, of one size on all, of a frozen parameter."""
+        """Replace ``_get_param_fragment_func``: return a rank's shard of a frozen parameter, of one size on all."""
         if not is_weighted(param):
             fragment: Tensor = method(param)
             return fragment

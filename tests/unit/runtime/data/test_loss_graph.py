@@ -150,7 +150,7 @@ def test_factors_are_shares_of_what_terms_are_divided_by() -> None:
         (lambda w, s, y, rank: s.mean(0).square().mean(), "a mean over 3 numbers on every rank"),
         (lambda w, s, y, rank: s.mean() + (w.norm() if rank else 0), "made of different terms"),
         (lambda w, s, y, rank: s.mean() + (w - rank).square().sum(), "numbers that differ between ranks"),
-        (lambda w, s, y, rank: (s.sum(1) * s.detach().sum(1).abs().softmax(0)).sum(), "share out a batch"),
+        (lambda w, s, y, rank: (s.sum(1) * s.detach().sum(1).abs().softmax(0)).sum(), "normalized them over its own"),
     ],
 )
 def test_divisors_that_do_not_show_what_they_count_are_refused(
