@@ -229,8 +229,8 @@ def _meaning(
             raise _refusal(
                 name,
                 path,
-                "is a sum with weights whose total is the same on every rank: each rank has normalized them over its own "
-                "batch, one process over the global batch",
+                "is a sum with weights whose total is the same on every rank: each rank has normalized them over its "
+                "own batch, one process over the global batch",
             )
         return "number"
     if _alike(divided_by):
