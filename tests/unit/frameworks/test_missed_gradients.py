@@ -15,8 +15,11 @@ BODY, HEAD = SimpleNamespace(ds_id=0), SimpleNamespace(ds_id=1)
 NAMES: dict[int | None, str] = {0: "body.weight", 1: "head.weight"}
 
 
-def _step(*backwards: tuple[bool, Sequence[Any]]) -> None:
-    """Run backwards of one step: whether each is of the last micro-batch, and what it reaches."""
+def _step(*backwards: tuple[bool, Sequence[Any]], by_method: bool = False) -> None:
+    """Run backwards of one step: whether each is of the last micro-batch, and what it reaches.
+
+    Releases before 0.19 say the first by an attribute, later ones ``by_method``.
+    """
     optimizer = SimpleNamespace(
         offload_optimizer=True,
         partition_grads=lambda params, shards: None,
@@ -26,14 +29,15 @@ def _step(*backwards: tuple[bool, Sequence[Any]]) -> None:
     )
     _Freshness(optimizer, NAMES)
     for is_last, reached in backwards:
-        optimizer.is_gradient_accumulation_boundary = lambda is_last=is_last: is_last
+        optimizer.is_gradient_accumulation_boundary = (lambda is_last=is_last: is_last) if by_method else is_last
         optimizer.partition_grads(reached, [])
         optimizer.independent_gradient_partition_epilogue()
 
 
-def test_a_gradient_of_an_earlier_micro_batch_alone_is_named() -> None:
+@pytest.mark.parametrize("by_method", [False, True])
+def test_a_gradient_of_an_earlier_micro_batch_alone_is_named(by_method: bool) -> None:
     with pytest.raises(StepError, match=r"1 parameters, such as head\.weight"):
-        _step((False, [BODY, HEAD]), (True, [BODY]))
+        _step((False, [BODY, HEAD]), (True, [BODY]), by_method=by_method)
 
 
 @pytest.mark.parametrize("earlier", [[], [(False, [BODY, HEAD])]])

@@ -36,6 +36,7 @@ from torch.distributed import ProcessGroup
 
 from ds_hetero.frameworks.deepspeed.in_memory import read_part
 from ds_hetero.frameworks.deepspeed.protocols import State, ZeroParameter
+from ds_hetero.frameworks.deepspeed.zero.boundary import is_at_boundary
 from ds_hetero.frameworks.deepspeed.zero.equal_shards import equal_shards
 from ds_hetero.frameworks.deepspeed.zero.nodes import Nodes, NodeSums
 from ds_hetero.frameworks.deepspeed.zero.parameter_cut import cut_of, is_weighted, owning_group
@@ -158,15 +159,9 @@ class WeightedZeroOptimizer3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[mis
         """Accumulate the gradients of a micro-batch in the node; after the last one, send them to the other nodes."""
         self._take_back(params)
         buffers = super().partition_grads(params, shards)
-        if self._is_at_boundary:
+        if is_at_boundary(self):
             self._set_out(params)
         return buffers
-
-    @property
-    def _is_at_boundary(self) -> bool:
-        """Whether the step is to use the gradients of this backward; an attribute before DeepSpeed 0.19."""
-        at_boundary: Any = self.is_gradient_accumulation_boundary
-        return bool(at_boundary() if callable(at_boundary) else at_boundary)
 
     def _take_back(self, params: Iterable[ZeroParameter]) -> None:
         """Let gradients that are sums over the nodes take another gradient of this node.

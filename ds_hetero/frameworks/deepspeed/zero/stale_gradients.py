@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ds_hetero.errors import StepError
 from ds_hetero.frameworks.deepspeed.protocols import Engine, ZeroParameter
+from ds_hetero.frameworks.deepspeed.zero.boundary import is_at_boundary
 
 # Private names of the optimizer; the last three are looked for, since releases before 0.19 do not have them.
 _SHARDS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
@@ -74,7 +75,7 @@ class _Freshness:
             self._fresh[param.ds_id] = param
             self._reached.add(param.ds_id)
             self._stale.pop(param.ds_id, None)
-        if self._optimizer.offload_optimizer and self._optimizer.is_gradient_accumulation_boundary():
+        if self._optimizer.offload_optimizer and is_at_boundary(self._optimizer):
             self._given.update(param.ds_id for param in params)
         return self._partition(params, shards)
 
@@ -88,7 +89,7 @@ class _Freshness:
         optimizer, stale = self._optimizer, list(self._stale.values())
         missed = [param for ds_id, param in self._fresh.items() if ds_id not in self._reached]
         self._stale, self._reached = {}, set()
-        missed = missed if optimizer.offload_optimizer and optimizer.is_gradient_accumulation_boundary() else []
+        missed = missed if optimizer.offload_optimizer and is_at_boundary(optimizer) else []
         if not self._can_give:
             if left_out := [param for param in missed if param.ds_id not in self._given]:
                 raise StepError(self._not_given(left_out))
