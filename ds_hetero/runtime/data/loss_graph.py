@@ -390,19 +390,9 @@ def may_be_of_parameters(node: Node) -> bool:
 
     Operands without gradients are taken for numbers, but those of matrix products, which are data.
     """
-    todo = _below(node) if node.name() in MEANS_OF_ELEMENTS else [node]  # a distance from earlier weights
-    seen: set[Node] = set()
-    while todo:
-        one = todo.pop()
-        if one in seen or one.name() == _LEAF:
-            continue
-        seen.add(one)
-        if (one.name() not in _OF_PARAMETERS and not is_identity(one)) or len(seen) > _MOST_OF_PARAMETERS:
-            return False
-        if one.name() == "MmBackward0" and None in _operands(one):
-            return False
-        todo += _below(one)
-    return True
+    starts = _below(node) if node.name() in MEANS_OF_ELEMENTS else [node]  # a distance from earlier weights
+    _, are_alone = _operations_of_parameters(starts)
+    return are_alone
 
 
 def _of_parameters(node: Node, constants: list[float] | None = None) -> bool:
@@ -412,7 +402,11 @@ def _of_parameters(node: Node, constants: list[float] | None = None) -> bool:
         constants: is given the numbers in it, and a total of every difference from a tensor without gradients; left
             out, there may be no such difference.
     """
-    if not _has_operations_of_parameters(node):  # seen before anything is read, of which activations are part
+    # Operations are looked at before what nodes keep, of which activations are part.
+    operations, are_alone = _operations_of_parameters([node])
+    if any(map(_is_made_of_no_elements, operations)):
+        raise _Unreadable(_PARTITIONED)
+    if not are_alone:
         return False
     todo: list[Node] = [node]
     seen: set[Node] = set()
@@ -442,29 +436,36 @@ def _of_parameters(node: Node, constants: list[float] | None = None) -> bool:
     return all(one in saved for one in differences)
 
 
-def _has_operations_of_parameters(node: Node) -> bool:
-    """Whether all operations below a result are such as lead to parameters; reads nothing that nodes keep.
+def _operations_of_parameters(starts: Iterable[Node]) -> tuple[set[Node], bool]:
+    """Return the nodes of operations that lead to parameters, and whether nothing else is reached from ``starts``.
 
-    Raises:
-        _Unreadable: parameters that ZeRO-3 has partitioned are among them, read outside of their module's forward.
+    Nothing that nodes keep is read. Beyond an operation that leads to none, such as a layer, nothing is looked at.
     """
-    todo: list[Node] = [node]
-    seen: set[Node] = set()
+    todo = [*starts]
+    operations: set[Node] = set()
+    are_alone = True
     while todo:
         one = todo.pop()
-        if one in seen or one.name() == _LEAF:
+        if one in operations or one.name() == _LEAF:
             continue
-        seen.add(one)
-        if (one.name() not in _OF_PARAMETERS and not is_identity(one)) or len(seen) > _MOST_OF_PARAMETERS:
-            return False
-        if one.name() == "MmBackward0" and None in _operands(one):  # a product with data
-            return False
-        # Parameters are partitioned again after the forward of their module. Those that the script itself has read had
-        # no elements there, and neither has what it made of them, beside samples or not.
-        if _shape(one) == (0,) and any(map(_is_partitioned, _below(one))):
-            raise _Unreadable(_PARTITIONED)
+        is_product_with_data = one.name() == "MmBackward0" and None in _operands(one)
+        if is_product_with_data or (one.name() not in _OF_PARAMETERS and not is_identity(one)):
+            are_alone = False
+            continue
+        if len(operations) == _MOST_OF_PARAMETERS:
+            return operations, False
+        operations.add(one)
         todo += _below(one)
-    return True
+    return operations, are_alone
+
+
+def _is_made_of_no_elements(node: Node) -> bool:
+    """Whether a result is made of a partitioned parameter while it was partitioned.
+
+    Within the forward of their module parameters are whole, and so are the shapes of what it makes of them. What the
+    script itself reads, before or after it, has no elements.
+    """
+    return _shape(node) == (0,) and any(map(_is_partitioned, _below(node)))
 
 
 _PARTITIONED = (

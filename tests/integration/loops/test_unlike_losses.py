@@ -214,6 +214,9 @@ CASES: dict[str, Case] = {
             + F.mse_loss(s, b["z"])
         )
     ),
+    "a learned weight": Case(
+        lambda h, s, b, n, t: ((-n.log_variance).exp() * F.cross_entropy(s, b["y"], weight=WEIGHTS)).sum()
+    ),
     "annealed": Case(lambda h, s, b, n, t: F.cross_entropy(s, b["y"], weight=WEIGHTS) + min(t, 1) * h.square().mean()),
     "annealed in the module": Case(
         lambda h, s, b, n, t: F.cross_entropy(s, b["y"], weight=WEIGHTS) + (h.square().mean() if t > 1 else 0.0),
@@ -422,7 +425,7 @@ def test_every_loss_is_that_of_one_process_or_refused_where_it_begins() -> None:
 
 # On ZeRO-3 a loop sees parameters without elements. A penalty of shapes that do not fit ends in torch's own error
 # there, in the line of the script, as under DeepSpeed alone.
-_PARTITIONED = frozenset({"learned weights of two tasks", "penalty on weights"})
+_PARTITIONED = frozenset({"a learned weight", "learned weights of two tasks", "penalty on weights"})
 _TORCH_REFUSES = "pulled to where it began"
 
 
