@@ -126,13 +126,24 @@ def _are_of_parts(of_ranks: Sequence[_Weights]) -> bool:
     """Whether each rank's own weights are centred or normalized, and they are not those of the same tokens."""
     if len({one.prefix for one in of_ranks}) == 1:
         return False
+    centred_or_normalized = [_quantities_of_parts(one) for one in of_ranks]
+    # One and the same quantity on all ranks: a rank may have weights of mean 1 by chance.
+    return any(map(all, zip(*centred_or_normalized, strict=True)))
+
+
+def _quantities_of_parts(weights: _Weights) -> list[bool]:
+    """Whether a rank's weights are centred or normalized: those of all its tokens, then of those that count."""
+    of_all = _centred_or_normalized(weights.mean, weights.tokens, weights.size)
+    of_labels = _centred_or_normalized(weights.mean_of_labels, weights.labels, weights.size)
+    return [*of_all, *of_labels]
+
+
+def _centred_or_normalized(mean: float, count: float, size: float) -> tuple[bool, bool, bool]:
+    """Whether the mean of weights is 0, whether it is 1, and whether their sum is 1."""
     return (
-        all(_are_alike(one.mean, 0.0, one.size) for one in of_ranks)
-        or all(_are_alike(one.mean_of_labels, 0.0, one.size) for one in of_ranks)
-        or all(_are_alike(one.mean, 1.0, one.size) for one in of_ranks)
-        or all(_are_alike(one.mean_of_labels, 1.0, one.size) for one in of_ranks)
-        or all(_are_alike(one.mean * one.tokens, 1.0, one.size * one.tokens) for one in of_ranks)
-        or all(_are_alike(one.mean_of_labels * one.labels, 1.0, one.size * one.labels) for one in of_ranks)
+        _are_alike(mean, 0.0, size),
+        _are_alike(mean, 1.0, size),
+        _are_alike(mean * count, 1.0, size * count),
     )
 
 
