@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,12 @@ def test_a_filler_counts_no_label() -> None:
 def test_an_evaluation_after_a_filler_counts_its_own_labels() -> None:
     model = _whole_model()
     model.model.eval()
+    assert _counted(model) == (2, 2)
+
+
+def test_the_next_micro_batch_with_a_sample_counts_its_labels() -> None:
+    model = _whole_model()
+    model.give(replace(NOTHING, counts=UnitCounts(1)))
     assert _counted(model) == (2, 2)
 
 
